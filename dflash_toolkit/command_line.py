@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import io
 import logging
-import os
 import re
 import sys
 import typing
@@ -61,24 +60,20 @@ def given_values(
     cls: Any, argv: Sequence[str] | None, prog: str, description: str, example: str = ""
 ) -> tuple[dict[str, Any], str]:
     """Returns what `parse_cli` builds from: the given values, unchecked and nested, and the config file, if any."""
-    known, renamed = dict(list_options(cls)), dict(_renamed(cls))
-    parser = _parser(known, renamed, prog, description, example)
+    known = dict(list_options(cls))
+    parser = _parser(known, prog, description, example)
     words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
     found, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         raise UserError(_unknown_flag(unknown[0].partition("=")[0], parser, prog))
     given = vars(found)
-    for metadata in (option.field.metadata for option in known.values()):
-        if metadata["old_flag"] and any(word.partition("=")[0] == f"--{metadata['old_flag']}" for word in words):
-            _notice(f"--{metadata['old_flag']}", f"--{metadata['flag']}")
-
     config_file = given.pop("config", None)
     overrides = given.pop("overrides", [])
     for key, value in list(given.items()):
         # `--data a.jsonl b.jsonl steps=10`, `--resume steps=10`: argparse gives the override to the flag before it
-        option = known[renamed[key][0] if key in renamed else key]
+        option = known[key]
         items = value if isinstance(value, list) else [value] if _is_bool(option.hint) else []
-        strays = [item for item in items if _is_override(item, [*known, *renamed], option.field.metadata["named"])]
+        strays = [item for item in items if _is_override(item, list(known), option.field.metadata["named"])]
         if strays:
             given[key] = [item for item in value if item not in strays] if isinstance(value, list) else "on"
             overrides = [*strays, *overrides]
@@ -89,14 +84,10 @@ def given_values(
         if "=" not in override:
             raise UserError(f"{override!r}: expected key=value (see {prog} --help)")
     for key, text in [*given.items(), *(override.split("=", 1) for override in overrides)]:
-        meant = known.get(renamed[key][0] if key in renamed else key)
-        _assign(values, key, _from_text(meant.hint if meant else None, text))
-    for old, (new, convert) in renamed.items():
-        _rename(values, old, new, convert)
-    typed = {renamed[key][0] if key in renamed else key for key in given}
+        _assign(values, key, _from_text(known[key].hint if key in known else None, text))
     _flags.clear()
     for key, option in known.items():
-        if key in typed or ("." not in key and "_" in key and key not in values):  # else it is in the file or key=value
+        if key in given or ("." not in key and "_" in key and key not in values):  # else it is in the file or key=value
             short = "" if "." in key else option.field.metadata["flag"]
             _flags[key] = f"--{(short or key).replace('_', '-')}"
     return values, config_file or ""
@@ -125,41 +116,6 @@ def _assign(values: dict[str, Any], dotted: str, value: Any) -> None:
     values[last] = value
 
 
-def _renamed(cls: Any, prefix: str = "") -> Iterator[tuple[str, tuple[str, Callable[[Any], Any] | None]]]:
-    """Yields old keys, each with the new one and the function that converts its value."""
-    for old, new in getattr(cls, "renamed", {}).items():
-        key, convert = new if isinstance(new, tuple) else (new, None)
-        yield prefix + old, (prefix + key, convert)
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _renamed(hints[field.name], prefix + ("" if field.metadata["flat"] else f"{field.name}."))
-
-
-def _rename(values: dict[str, Any], old: str, new: str, convert: Callable[[Any], Any] | None) -> None:
-    *parents, last = old.split(".")
-    holder: Any = values
-    for parent in parents:
-        holder = holder.get(parent) if isinstance(holder, dict) else None
-    if not isinstance(holder, dict) or last not in holder:
-        return
-    value = holder.pop(last)
-    if not holder and len(parents) == 1:
-        del values[parents[0]]  # maybe the old name of a group, which is unknown now
-    _notice(old, new)
-    *parents, last = new.split(".")
-    for parent in parents:
-        values = values.setdefault(parent, {})
-    if last in values:
-        raise UserError(f"{old} and {new} are both given; {old} is the old name; remove it")
-    values[last] = convert(value) if convert and isinstance(value, int) else value
-
-
-def _notice(old: str, new: str) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # once on a machine
-        print(f"notice: {old} is now {new}; the old name works for one more release", file=sys.stderr)
-
-
 class _Parser(argparse.ArgumentParser):
     """One line for a mistake, like all others of the command, instead of the usage and an exit."""
 
@@ -167,9 +123,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
 
-def _parser(
-    known: Mapping[str, Option], renamed: Mapping[str, Any], prog: str, description: str, example: str
-) -> _Parser:
+def _parser(known: Mapping[str, Option], prog: str, description: str, example: str) -> _Parser:
     parser = _Parser(
         prog=prog,
         usage=f"{prog} [--option VALUE ...] [--config PATH] [key=value ...]",
@@ -193,10 +147,6 @@ def _parser(
         if short:
             names = [*(names if group else []), f"--{short}"]
         _add(place, names, key, option, metadata["help"].replace("%", "%%") + default_note(option.field))
-        if old_flag := metadata["old_flag"]:
-            _add(place, [f"--{old_flag}"], key, option, argparse.SUPPRESS)
-    for old, (new, _) in renamed.items():
-        _add(parser, [f"--{old.replace('_', '-')}"], old, known[new], argparse.SUPPRESS)
     common.add_argument("--config", metavar="PATH", help="YAML file with any of the options, by their keys")
     common.add_argument(
         "overrides", nargs="*", metavar="key=value", help="any option by its key, as group.option=VALUE"

@@ -6,6 +6,7 @@ This file knows nothing about drafters; each program declares its own dataclasse
 
 import dataclasses
 import difflib
+import json
 import math
 import re
 import types
@@ -42,31 +43,28 @@ def option(
     choices: Sequence[str] | Callable[[], Sequence[str]] = (),
     flag: str | None = None,
     named: bool = False,
-    old_flag: str | None = None,
     repeatable: bool = False,
     off: bool = False,
     common: bool = False,
     metavar: str = "NAME",
+    within: str = "",
 ) -> Any:
     """Declares a field of a dataclass that the user can set.
-
-    A class that renames an option lists it in the class variable `renamed`: {old key: new key}, or, if the value also
-    changes, {old key: (new key, convert)}. The old key works for one release and prints a notice.
 
     Args:
         help: starts with a noun or a verb; if the default is None or empty, it ends with "(default: ...)".
         choices: for strings, the allowed values, or a function that returns them.
         flag: its flag, if that is not its name; for an option of a group, a second, short one.
         named: the items of the list are NAME=VALUE, so after its flag only dotted keys are overrides.
-        old_flag: the previous name of its flag; it works for one release and prints a notice.
         repeatable: for a list, a repeated flag appends instead of replacing.
         off: for a number, `--no-NAME` means 0.
         common: `--help` shows it first, not under "advanced".
         metavar: for strings, what `--help` shows as the value: PATH, NAME, URL, ...
+        within: the range of a number, which `Options` checks: `>= 1`, `> 0`, `in [0, 1)` or `in 1..4096`.
     """
     allowed = choices if callable(choices) else lambda: choices
-    metadata = {"help": help, "choices": allowed, "flag": flag, "named": named, "old_flag": old_flag}
-    metadata |= {"repeatable": repeatable, "off": off, "common": common, "metavar": metavar}
+    metadata = {"help": help, "choices": allowed, "flag": flag, "named": named}
+    metadata |= {"repeatable": repeatable, "off": off, "common": common, "metavar": metavar, "within": within}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -79,6 +77,30 @@ def options(cls: type[C], flat: bool = False) -> Any:
         flat: its keys are written without the name of the group.
     """
     return dataclasses.field(default_factory=cls, metadata={"flat": flat})
+
+
+class Options:
+    """Base of options with ranges."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a number outside the range of its option, or text that is none of its choices."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, within = getattr(self, field.name), field.metadata.get("within")
+            if within and value is not None and not _inside(value, within):
+                raise ValueError(f"{field.name} is {value}; it must be {within}")
+            choices = field.metadata.get("choices", tuple)()
+            if choices and isinstance(value, str) and value not in choices:
+                raise ValueError(f"{field.name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def _inside(value: float, within: str) -> bool:
+    if within.startswith(">"):
+        sign, least = within.split()
+        return float(least) <= value < math.inf and (sign == ">=" or value > float(least))
+    low, high = json.loads(f"[{within[3:].strip('[]()').replace('..', ',')}]")
+    return low <= value <= high and not ("(" in within and value == low) and not (")" in within and value == high)
 
 
 def from_mapping(cls: type[C], values: Mapping[str, Any], where: str = "config") -> C:

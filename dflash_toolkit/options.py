@@ -1,15 +1,14 @@
 """Declares options that several commands share. Without torch: command lines are checked before it is imported."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import get_args
 
-from .config import option
+from .config import Options, option
 from .data.conversations import BY_NAME, FORM_CHOICES
 from .data.prompts import Prompt, PromptSet, parse_prompt_sets, read_prompt_sets
 from .data.skipped import Skipped
 from .sampling import DraftSampleMethod, SamplingParams
 from .templates import FORMATS
-from .threads import check_threads
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_DTYPES = ("auto", "fp8", "full")
@@ -22,16 +21,15 @@ DRAFT_SAMPLE_METHODS: tuple[DraftSampleMethod, ...] = get_args(DraftSampleMethod
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelOptions:
+class ModelOptions(Options):
     """The target and the hardware. The base of every command's options."""
 
     target: str = option(help="target model: Hugging Face id or directory", common=True, metavar="PATH")
     device: str = option("auto", "device: auto, cpu, cuda, cuda:1, ...; auto is the GPU, if there is one", common=True)
     dtype: str = option("auto", "number format; auto is bfloat16 on a GPU, float32 on a CPU", DTYPES)
-    threads: int | None = option(None, "CPU threads that compute (default: OMP_NUM_THREADS, or one per core)")
-
-    def __post_init__(self) -> None:
-        check_threads(self.threads)
+    threads: int | None = option(
+        None, "CPU threads that compute (default: OMP_NUM_THREADS, or one per core)", within="in 1..4096"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +63,9 @@ class TemplateOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AnswerOptions:
+class AnswerOptions(Options):
     """The length of responses and the tokens that may be sampled."""
 
-    renamed: ClassVar[dict[str, Any]] = {"max_new_tokens": "max_tokens"}
     max_tokens: int = option(2048, "longest response, in tokens", common=True)
     top_p: float = option(1.0, "sample from the most probable tokens with this total probability; 1 is all")
     top_k: int = option(0, "sample from this many most probable tokens; 0 is all")
@@ -94,6 +91,7 @@ class SamplingOptions(AnswerOptions):
     thinking: bool | None = option(None, f"{THINKING} (default: the template's own)", flag="thinking", common=True)
 
     def __post_init__(self) -> None:
+        AnswerOptions.__post_init__(self)
         self.params()  # raises for a value outside its range
 
     def params(self, seed: int = 0) -> SamplingParams:
@@ -102,7 +100,7 @@ class SamplingOptions(AnswerOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PromptOptions:
+class PromptOptions(Options):
     """The prompts of the training responses."""
 
     split: str = option("train", "split of datasets to read")
@@ -111,22 +109,15 @@ class PromptOptions:
         "prompt template of a benchmark; auto: only for sources given as NAME=SOURCE; none: no template",
         FORM_CHOICES,
     )
-    max_prompts: int = option(0, "number of prompts from all sources; 0 uses all", common=True)
-    max_length: int = option(3072, "tokens of prompt and response together; longer rows are cut")
+    max_prompts: int = option(0, "number of prompts from all sources; 0 uses all", common=True, within=">= 0")
+    max_length: int = option(3072, "tokens of prompt and response together; longer rows are cut", within=">= 8")
     similarity: float = option(
         0.8,
         "share of pairs of words in common with an earlier prompt at which a prompt is dropped, without text that "
         "several prompts share; 1 drops only copies",
+        within="in (0, 1]",
     )
     strict: bool = option(False, "end the run at the first row that cannot be used; off skips and counts such rows")
-
-    def __post_init__(self) -> None:
-        if self.max_prompts < 0:
-            raise ValueError(f"max_prompts is {self.max_prompts}; it must be >= 0")
-        if self.max_length < 8:
-            raise ValueError(f"max_length is {self.max_length}; it must be >= 8")
-        if not 0 < self.similarity <= 1:
-            raise ValueError(f"similarity is {self.similarity}; it must be in (0, 1]")
 
 
 PROMPT_SETS = (
@@ -136,7 +127,7 @@ PROMPT_SETS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PromptSetOptions:
+class PromptSetOptions(Options):
     """The prompts that measure a drafter."""
 
     prompts: tuple[str, ...] = option(
@@ -153,11 +144,12 @@ class PromptSetOptions:
     )
     split: str = option("test", "split of datasets to read, in their order")
     strict: bool = option(False, "stop at the first unusable row, instead of skipping and counting such rows")
-    limit: int | None = option(None, "number of prompts used from the start of each set (default: all)", common=True)
+    limit: int | None = option(
+        None, "number of prompts used from the start of each set (default: all)", common=True, within=">= 1"
+    )
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit is {self.limit}; it must be >= 1")
+        Options.__post_init__(self)
         _ = self.sets  # raises for another form
 
     @property
@@ -171,14 +163,14 @@ class PromptSetOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DraftOptions:
+class DraftOptions(Options):
     """How the drafter drafts, and the format of the KV cache of both models."""
 
-    renamed: ClassVar[dict[str, Any]] = {"block_size": ("num_speculative_tokens", lambda size: size - 1)}
     num_speculative_tokens: int | None = option(
         None,
         "tokens drafted per step; 0 decodes plainly (default: chosen at run time from measured step times)",
         common=True,
+        within=">= 0",
     )
     draft_dtype: str = option(
         "auto",
@@ -197,9 +189,10 @@ class DraftOptions:
         f"{LEAST_FOR_TREES // 10**9} billion parameters or more, if --num-speculative-tokens is not given and drafts "
         "are greedy; else 0)",
         off=True,
+        within=">= 0",
     )
     draft_tree_width: int | None = option(
-        None, "maximum children of a tree node; 1 drafts chains of adaptive length (default: 8)"
+        None, "maximum children of a tree node; 1 drafts chains of adaptive length (default: 8)", within=">= 1"
     )
     draft_sample_method: str = option(
         "greedy",
@@ -214,12 +207,7 @@ class DraftOptions:
         return self.kv_cache_dtype.startswith("fp8")
 
     def __post_init__(self) -> None:
-        if self.num_speculative_tokens is not None and self.num_speculative_tokens < 0:
-            raise ValueError(f"num_speculative_tokens is {self.num_speculative_tokens}; it must be >= 0")
-        if (self.draft_tree or 0) < 0:
-            raise ValueError(f"draft_tree is {self.draft_tree}; it must be >= 0")
-        if self.draft_tree_width is not None and self.draft_tree_width < 1:
-            raise ValueError(f"draft_tree_width is {self.draft_tree_width}; it must be >= 1")
+        Options.__post_init__(self)
         if self.draft_tree and self.draft_sample_method != "greedy":
             raise ValueError(
                 f"draft_tree is {self.draft_tree}, but trees hold no sampled drafts; set draft_sample_method to greedy"

@@ -41,12 +41,6 @@ def given_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _added}
 
 
-def check_threads(count: int | None) -> None:
-    """Raises ValueError unless `count` is a valid number of threads."""
-    if count is not None and not 1 <= count <= 4096:
-        raise ValueError(f"threads is {count}; it must be in 1..4096")
-
-
 def use_threads(count: int | None) -> None:
     """Computes with `count` threads from now on; None changes nothing."""
     if count is not None:

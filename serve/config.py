@@ -1,9 +1,8 @@
 """Declares the options of dflash-serve. Without torch: command lines are checked before it is imported."""
 
-import math
 from dataclasses import dataclass
 
-from dflash_toolkit.config import option, options
+from dflash_toolkit.config import Options, option, options
 from dflash_toolkit.options import ModelOptions
 from dflash_toolkit.runtime.options import EngineOptions
 from dflash_toolkit.threads import usable_cores
@@ -16,7 +15,7 @@ ENGINES = (OWN, "vllm", "sglang")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExternalOptions:
+class ExternalOptions(Options):
     """Chooses the engine and the number of GPUs.
 
     Raises:
@@ -32,22 +31,17 @@ class ExternalOptions:
     engine_python: str | None = option(
         None, "Python in which vllm or sglang is installed (default: the one that runs this command)", metavar="PATH"
     )
-    tensor_parallel_size: int = option(1, "GPUs that share one copy of the target, with vllm or sglang")
-    data_parallel_size: int = option(1, "copies of the target, with vllm or sglang")
+    tensor_parallel_size: int = option(1, "GPUs that share one copy of the target, with vllm or sglang", within=">= 1")
+    data_parallel_size: int = option(1, "copies of the target, with vllm or sglang", within=">= 1")
     adaptive_verification: bool | None = option(
         None,
         "choose how many drafts of each request are verified, with vllm (default: on where its release, the target and "
         "the GPU support it, unless --max-num-seqs is below 32)",
     )
 
-    def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "data_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdaptOptions:
+class AdaptOptions(Options):
     """How the drafter learns from the requests that are served.
 
     Raises:
@@ -60,14 +54,18 @@ class AdaptOptions:
         "weights)",
         common=True,
     )
-    adapt_share: float = option(0.1, "share of its speed that the engine gives up to the trainer while requests run")
+    adapt_share: float = option(
+        0.1, "share of its speed that the engine gives up to the trainer while requests run", within="in (0, 1]"
+    )
     adapt_device: str | None = option(None, "device of the trainer (default: the engine's)")
-    adapt_memory_gib: float = option(4.0, "host memory for captured requests, in GiB")
+    adapt_memory_gib: float = option(4.0, "host memory for captured requests, in GiB", within="> 0")
     adapt_output: str | None = option(
         None, "directory that each new drafter is saved to (default: nothing is written)", metavar="PATH"
     )
     adapt_learning_rate: float | None = option(
-        None, "learning rate of the trainer (default: that of dflash-train, low for a --drafter that is given)"
+        None,
+        "learning rate of the trainer (default: that of dflash-train, low for a --drafter that is given)",
+        within="> 0",
     )
     adapt_opt_in: bool = option(False, 'learn only from requests with "store": true')
     adapt_exclude_key_file: str | None = option(
@@ -75,12 +73,7 @@ class AdaptOptions:
     )
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.adapt_share <= 1.0:
-            raise ValueError(f"adapt_share is {self.adapt_share}; it must be in (0, 1]")
-        if not (self.adapt_learning_rate is None or 0 < self.adapt_learning_rate < math.inf):
-            raise ValueError(f"adapt_learning_rate is {self.adapt_learning_rate}; it must be > 0")
-        if not self.adapt_memory_gib > 0:
-            raise ValueError(f"adapt_memory_gib is {self.adapt_memory_gib}; it must be > 0")
+        Options.__post_init__(self)
         for name in ("adapt_device", "adapt_output", "adapt_exclude_key_file", "adapt_learning_rate"):
             if getattr(self, name) is not None and not self.adapt:
                 raise ValueError(f"{name} is given, but not adapt; add --adapt")
@@ -102,12 +95,12 @@ class ServeConfig(ModelOptions):
     host: str = option(
         "127.0.0.1", "address to listen on; 0.0.0.0 is every IPv4 interface", common=True, metavar="ADDRESS"
     )
-    port: int = option(8000, "port to listen on; 0 takes a free one", common=True)
+    port: int = option(8000, "port to listen on; 0 takes a free one", common=True, within="in 0..65535")
     external: ExternalOptions = options(ExternalOptions, flat=True)
     runtime: EngineOptions = options(EngineOptions, flat=True)
     adaptation: AdaptOptions = options(AdaptOptions, flat=True)
     api_server_count: int | None = option(
-        None, "number of HTTP front-end processes (default: chosen from the cores and --max-num-seqs)"
+        None, "number of HTTP front-end processes (default: chosen from the cores and --max-num-seqs)", within=">= 1"
     )
     uds: str | None = option(
         None, "Unix socket to listen on instead of --host and --port (default: none)", metavar="PATH"
@@ -131,7 +124,7 @@ class ServeConfig(ModelOptions):
         "commas, are also accepted (default: the route does not exist)",
         metavar="PATH",
     )
-    max_queue: int = option(1024, "requests that may wait for a place in the batch; more get status 429")
+    max_queue: int = option(1024, "requests that may wait for a place in the batch; more get status 429", within=">= 0")
     scheduling_policy: str = option(
         "fair",
         "order of waiting requests: fair shares time among API keys and requests; priority follows the requests' "
@@ -143,12 +136,14 @@ class ServeConfig(ModelOptions):
         "share cached prefixes only between requests with the same API key, so that times reveal nothing about prompts "
         "of other keys",
     )
-    request_timeout: float | None = option(None, "seconds after which a request is aborted (default: never)")
+    request_timeout: float | None = option(
+        None, "seconds after which a request is aborted (default: never)", within="> 0"
+    )
     client_timeout: float = option(
-        30.0, "seconds that a client has to send its header, to send its body, and to read a response"
+        30.0, "seconds that a client has to send its header, to send its body, and to read a response", within="> 0"
     )
     max_connections: int | None = option(
-        None, "connections open at a time (default: as many as the limit on open files allows)"
+        None, "connections open at a time (default: as many as the limit on open files allows)", within=">= 1"
     )
     log_json: bool = option(False, "write the log as JSON, one object per line")
     access_log: bool = option(True, "log a line for every request")
@@ -177,7 +172,9 @@ class ServeConfig(ModelOptions):
     strict_parameters: bool = option(
         False, "refuse requests with an unknown parameter (status 400) instead of ignoring it"
     )
-    drain_timeout: float = option(25.0, "seconds that running requests get to finish when the server stops")
+    drain_timeout: float = option(
+        25.0, "seconds that running requests get to finish when the server stops", within=">= 0"
+    )
     served_model_name: tuple[str, ...] = option(
         (),
         "model names that requests may use; responses have the first (default: the target, as given)",
@@ -189,8 +186,6 @@ class ServeConfig(ModelOptions):
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port is {self.port}; it must be in 0..65535")
         for name in ("host", "uds", "api_key_file", "admin_key_file", "chat_template"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is empty")
@@ -213,12 +208,6 @@ class ServeConfig(ModelOptions):
             raise ValueError("per_request_spec_decode_metrics needs a drafter")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("https needs both ssl_keyfile and ssl_certfile")
-        for name, least in (("max_queue", 0), ("max_connections", 1), ("api_server_count", 1), ("drain_timeout", 0)):
-            if (value := getattr(self, name)) is not None and not value >= least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
-        for name in ("request_timeout", "client_timeout"):
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be more than 0 seconds")
 
     @property
     def front_ends(self) -> int:

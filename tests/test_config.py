@@ -1,11 +1,12 @@
 """The strict loader: a mistake is one line that names the key, and the later source wins."""
 
 import importlib
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_toolkit.command_line import parse_cli, run_command
-from dflash_toolkit.config import UserError, from_mapping, option, options, read_yaml, to_mapping
+from dflash_toolkit.config import Options, UserError, from_mapping, option, options, read_yaml, to_mapping
+from dflash_toolkit.runtime import EngineOptions
 
 COMMANDS = {
     "dflash-train": "dflash_toolkit.train.cli",
@@ -25,31 +27,29 @@ COMMANDS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Optimiser:
-    lr: float = option(6e-4, "peak learning rate")
+class Optimiser(Options):
+    lr: float = option(6e-4, "peak learning rate", within="> 0")
     warmup: int = option(0, "warm-up steps")
-    nesterov: bool = option(False, "look ahead", flag="ahead", old_flag="peek")
+    nesterov: bool = option(False, "look ahead", flag="ahead")
     betas: tuple[float, ...] = option((0.9, 0.95), "Adam's two decays")
-
-    def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"lr is {self.lr}; it must be > 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
-    renamed: ClassVar = {"tokens": "max_tokens", "block": ("drafts", lambda block: block - 1)}
-    max_tokens: int = option(64, "longest answer")
-    drafts: int = option(7, "drafted tokens a step")
+class Ranges(Options):
+    lr: float = option(6e-4, within="> 0")
+    seed: int = option(0, within=f"in 0..{2**63 - 1}")
+    decay: float | None = option(None, within="in (0, 1]")
+    ema: float = option(0.0, within="in [0, 1)")
 
-    def __post_init__(self) -> None:
-        if self.drafts < 0:
-            raise ValueError(f"drafts is {self.drafts}; it must be >= 0")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared(Options):
+    max_tokens: int = option(64, "longest answer")
+    drafts: int = option(7, "drafted tokens a step", within=">= 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    renamed: ClassVar = {"optimiser.notes": "note", "rate": "optimiser.lr", "files": "data", "speed.lr": "optimiser.lr"}
     target: str = option(help="the target, 100 % of it", common=True, metavar="PATH")
     data: tuple[str, ...] = option((), "prompt files")
     taps: tuple[int, ...] = option((), "layer ids")
@@ -118,6 +118,27 @@ def test_a_mistake_is_one_line_that_names_the_key(values: dict[str, object], mes
     with pytest.raises(UserError) as caught:
         from_mapping(Settings, {"target": "tiny"} | values, "run.yaml")
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside"),
+    [
+        ({"lr": 1e-9}, {"lr": 0.0}), ({"lr": 1e300}, {"lr": math.inf}), ({"lr": 1.0}, {"lr": math.nan}),
+        ({"seed": 0}, {"seed": -1}), ({"seed": 2**63 - 1}, {"seed": 2**63}),
+        ({"decay": 1.0}, {"decay": 0.0}), ({"decay": None}, {"decay": 1.1}),
+        ({"ema": 0.0}, {"ema": 1.0}), ({"ema": 0.99}, {"ema": -0.1}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ranges_hold_their_ends_as_written(inside: dict[str, Any], outside: dict[str, Any]) -> None:
+    Ranges(**inside)
+    with pytest.raises(ValueError, match=f"{next(iter(outside))} is .*; it must be "):
+        Ranges(**outside)
+
+
+def test_a_choice_is_checked_without_a_command_line() -> None:
+    with pytest.raises(ValueError, match="draft_dtype is 'fp4'; it must be one of auto, fp8, full"):
+        EngineOptions(draft_dtype="fp4")
 
 
 def test_a_required_key_that_is_missing_is_named() -> None:
@@ -274,8 +295,6 @@ def test_null_unsets_a_value_of_the_file(write: Callable[[str], str]) -> None:
         (("--optimiser.lr", "-1"), "optimiser.lr is -1.0; it must be > 0"),
         (("max_token=3",), "max_token: unknown key; did you mean `max_tokens`?"),
         (("shared.drafts=3",), "shared: unknown key"),
-        (("--block", "3", "--drafts", "2"), "block and drafts are both given; block is the old name"),
-        (("--block", "many"), "drafts: expected a whole number, got 'many'"),
         (("--zzz", "3"), "--zzz: unknown flag; see prog --help"),
         (("-z",), "-z: unknown flag; see prog --help"),
     ],
@@ -336,7 +355,7 @@ def test_help_lists_every_key_with_type_and_default(capsys: pytest.CaptureFixtur
     ):
         assert expected in advanced
     assert "the target, 100 % of it (required)" in " ".join(common.split())
-    assert "--tokens" not in text and "--no-resume" not in text, "old names and opposites are not shown"
+    assert "--no-resume" not in text, "opposites are not shown"
 
 
 def test_switches_take_on_off_no_value_or_no(capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,21 +403,6 @@ def test_a_flat_group_has_keys_without_its_name(write: Callable[[str], str]) -> 
     assert config.shared == Shared(max_tokens=5, drafts=3)
     assert to_mapping(config)["max_tokens"] == 5 and "shared" not in to_mapping(config)
     assert parse("--config", file, "max_tokens=6", "--max_tokens", "4").shared.max_tokens == 6
-
-
-def test_an_old_name_works_with_a_notice(write: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in (("--block", "8"), ("block=8",), ("--config", write("block: 8\ntarget: t\n"))):
-        assert parse("--target", "t", *argv).shared.drafts == 7
-        assert capsys.readouterr() == ("", "notice: block is now drafts; the old name works for one more release\n")
-    argv = ("--optimiser.notes", "7", "--rate", "0.5", "--files", "a", "tokens=3", "--peek", "true")
-    config = parse("--target", "t", *argv)
-    assert (config.note, config.optimiser.lr, config.shared.max_tokens, config.data) == ("7", 0.5, 3, ("a",))
-    assert config.optimiser.nesterov
-    assert capsys.readouterr().err.count("notice: ") == 5
-    config = parse("--target", "t", "--config", write("speed: {lr: 0.25}\n"))
-    assert config.optimiser.lr == 0.25 and "speed.lr is now optimiser.lr" in capsys.readouterr().err
-    parse("--target", "t", "--drafts", "7")
-    assert capsys.readouterr().err == ""
 
 
 # ---- running ---------------------------------------------------------------------------------------

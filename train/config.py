@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from dflash_toolkit.config import UserError, from_mapping, option, options
 from dflash_toolkit.models.dflash.architecture import DraftArchitecture
@@ -31,14 +31,6 @@ def _samples_in(file: str) -> int:
 class TrainConfig(TemplateOptions):
     """One training run."""
 
-    renamed: ClassVar[dict[str, Any]] = {
-        "run.device": "device",
-        "run.dtype": "dtype",
-        "answer_files": "response_files",
-        "trust_answers": "trust_responses",
-        **{f"answers.{field.name}": f"responses.{field.name}" for field in fields(ResponseOptions)},
-        "answers.max_new_tokens": "responses.max_tokens",
-    }
     data: tuple[str, ...] = option(
         (),
         "sources of prompts: JSONL, JSON, Parquet or text files, or datasets as DATASET[:SUBSET]; SOURCE[a:b] takes "
@@ -51,7 +43,6 @@ class TrainConfig(TemplateOptions):
         (),
         "files of dflash-data with responses to train on (default: the target writes responses first)",
         flag="responses",
-        old_flag="answers",
         common=True,
         metavar="PATH",
     )

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
 from dflash_toolkit.command_line import parse_cli, run_command
-from dflash_toolkit.config import UserError, option, options
+from dflash_toolkit.config import Options, UserError, option, options
 from dflash_toolkit.options import PromptOptions, TemplateOptions
 
 from .data_options import BATCH_SIZE, OWN, RUNTIMES, SamplesOptions, SynthesisOptions, count_in
@@ -25,7 +24,6 @@ Writes the target's responses to prompts into a JSONL file, for dflash-train --r
 run the same command again to resume."""
 EXAMPLE = "dflash-data --target Qwen/Qwen3-8B --data mlabonne/open-perfectblend --output responses.jsonl"
 APIS = ("auto", "completions", "chat")
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "thinking", "samples", "greedy_first", "seed")
 WEEK_S = 7 * 24 * 3600  # a socket's timeout cannot exceed 24 days
 MOST_THREADS = 4096
 
@@ -35,13 +33,10 @@ class DataPromptOptions(PromptOptions):
     """The prompts to read."""
 
     shuffle: int = option(
-        10_000, "size of the shuffle buffer for rows of datasets; 0 keeps their order, and files always keep theirs"
+        10_000,
+        "size of the shuffle buffer for rows of datasets; 0 keeps their order, and files always keep theirs",
+        within=">= 0",
     )
-
-    def __post_init__(self) -> None:
-        PromptOptions.__post_init__(self)
-        if self.shuffle < 0:
-            raise ValueError(f"shuffle is {self.shuffle}; it must be >= 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,32 +47,23 @@ class SamplerOptions(SamplesOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerOptions:
+class ServerOptions(Options):
     """Settings of requests to the servers of --endpoint."""
 
     model: str | None = option(None, "name of the target on the server (default: the only model it has)")
     api: str = option(
         "auto", "API of the server; auto is completions, or chat where completions are refused or missing", choices=APIS
     )
-    timeout: float = option(600.0, "seconds to wait for one response")
-    retries: int = option(6, "retries of a request after a temporary error, with pauses of 1, 2, 4, ... seconds")
-
-    def __post_init__(self) -> None:
-        if not 0 < self.timeout <= WEEK_S:
-            raise ValueError(f"server.timeout is {self.timeout}; it must be > 0 and at most {WEEK_S}, a week")
-        if not 0 <= self.retries <= 1000:
-            raise ValueError(f"server.retries is {self.retries}; it must be in 0..1000")
+    timeout: float = option(600.0, "seconds to wait for one response", within=f"in (0, {WEEK_S}]")
+    retries: int = option(
+        6, "retries of a request after a temporary error, with pauses of 1, 2, 4, ... seconds", within="in 0..1000"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig(TemplateOptions):
     """One run of `dflash-data`."""
 
-    renamed: ClassVar[dict[str, Any]] = {
-        "batch": "batch_size",
-        "sampler.max_new_tokens": "max_tokens",
-        **{f"sampler.{name}": name for name in SAMPLING},
-    }
     data: tuple[str, ...] = option(
         (),
         help="sources of prompts: JSONL, JSON, Parquet or text files, or datasets as DATASET[:SUBSET]; SOURCE[a:b] "
@@ -87,7 +73,10 @@ class DataConfig(TemplateOptions):
         metavar="SOURCE",
     )
     synthesize_prompts: int = option(
-        0, "number of prompts that the target writes itself, in addition to those of --data; 0 writes none", common=True
+        0,
+        "number of prompts that the target writes itself, in addition to those of --data; 0 writes none",
+        common=True,
+        within=">= 0",
     )
     output: str = option(
         help="file for the responses, FILE.jsonl; responses that it already has are kept", common=True, metavar="PATH"
@@ -110,7 +99,9 @@ class DataConfig(TemplateOptions):
     drafter: str | None = option(
         None, "drafter that speeds up the engine; responses stay the same (default: none)", metavar="PATH"
     )
-    batch_size: int | None = option(None, BATCH_SIZE.replace("32 on", "64 with --endpoint, 32 on"), common=True)
+    batch_size: int | None = option(
+        None, BATCH_SIZE.replace("32 on", "64 with --endpoint, 32 on"), common=True, within=">= 1"
+    )
     prompts: DataPromptOptions = options(DataPromptOptions)
     synthesis: SynthesisOptions = options(SynthesisOptions)
     sampler: SamplerOptions = options(SamplerOptions, flat=True)
@@ -120,16 +111,12 @@ class DataConfig(TemplateOptions):
         TemplateOptions.__post_init__(self)
         if self.prompt_format == "text" and self.server.api == "chat":
             raise ValueError("prompt_format is text, which the chat API cannot complete; remove server.api")
-        if self.synthesize_prompts < 0:
-            raise ValueError(f"synthesize_prompts is {self.synthesize_prompts}; it must be >= 0")
         if not self.sources:
             raise ValueError("data is empty; give at least one source, or --synthesize-prompts N")
         if count_in(self.sources) and self.endpoint:
             raise ValueError("endpoint excludes synthesize_prompts: servers do not continue a user's turn")
         if count_in(self.sources) and self.prompt_format == "text":
             raise ValueError("prompt_format text excludes synthesize_prompts, which needs a chat template")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}; it must be >= 1")
         if self.endpoint and (self.batch_size or 0) > MOST_THREADS:
             raise ValueError(
                 f"batch_size is {self.batch_size}; with endpoint each response needs a thread, so it must be <= "

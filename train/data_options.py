@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash_toolkit.config import option
+from dflash_toolkit.config import Options, option
 from dflash_toolkit.options import PromptOptions, SamplingOptions
 from dflash_toolkit.sampling import COLDEST, HOTTEST
 
@@ -35,8 +35,10 @@ class DataOptions(PromptOptions):
     dataset: str = option(
         "mlabonne/open-perfectblend", "public instruction dataset that is read if --data is not given", metavar="SOURCE"
     )
-    max_prompts: int = option(100_000, "number of prompts sampled from all sources; 0 uses all", common=True)
-    held_out: int = option(64, "number of prompts kept out of training, to measure acceptance on")
+    max_prompts: int = option(
+        100_000, "number of prompts sampled from all sources; 0 uses all", common=True, within=">= 0"
+    )
+    held_out: int = option(64, "number of prompts kept out of training, to measure acceptance on", within=">= 0")
     join_to: int | None = option(
         None,
         "join prompts with their responses to training rows of up to this many tokens, for long contexts; a multiple "
@@ -45,8 +47,6 @@ class DataOptions(PromptOptions):
 
     def __post_init__(self) -> None:
         PromptOptions.__post_init__(self)
-        if self.held_out < 0:
-            raise ValueError(f"held_out is {self.held_out}; it must be >= 0")
         if self.join_to is not None and (self.join_to < self.max_length or self.join_to % PACKS):
             raise ValueError(
                 f"join_to is {self.join_to}; it must be a multiple of {PACKS}, at least max_length ({self.max_length})"
@@ -59,7 +59,7 @@ class DataOptions(PromptOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SynthesisOptions:
+class SynthesisOptions(Options):
     """How the target writes prompts itself (--data self:N)."""
 
     topics: str | None = option(
@@ -69,20 +69,12 @@ class SynthesisOptions:
         metavar="PATH",
         flag="topics",
     )
-    turns: int = option(1, "most user turns of a conversation; the target answers between them")
+    turns: int = option(1, "most user turns of a conversation; the target answers between them", within=">= 1")
     script: str | None = option(
         None, "keep only prompts in this script, as Unicode names it: latin, cyrillic, cjk, ... (default: any)"
     )
-    temperature: float = option(1.0, "temperature of prompts")
-    max_tokens: int = option(512, "longest prompt, in tokens; longer ones are skipped")
-
-    def __post_init__(self) -> None:
-        if self.turns < 1:
-            raise ValueError(f"synthesis.turns is {self.turns}; it must be >= 1")
-        if self.max_tokens < 8:
-            raise ValueError(f"synthesis.max_tokens is {self.max_tokens}; it must be >= 8")
-        if not COLDEST <= self.temperature <= HOTTEST:
-            raise ValueError(f"synthesis.temperature is {self.temperature}; it must be in [{COLDEST}, {HOTTEST}]")
+    temperature: float = option(1.0, "temperature of prompts", within=f"in [{COLDEST}, {HOTTEST}]")
+    max_tokens: int = option(512, "longest prompt, in tokens; longer ones are skipped", within=">= 8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,14 +84,12 @@ class SamplesOptions(SamplingOptions):
     Two responses, one of them sampled, teach more than twice as many epochs over one (docs/benchmarks.md, "Settings").
     """
 
-    samples: int = option(2, "number of responses to every prompt, each with its own seed", common=True)
+    samples: int = option(2, "number of responses to every prompt, each with its own seed", common=True, within=">= 1")
     greedy_first: bool = option(True, GREEDY_FIRST)
     temperature: float = option(1.0, "temperature of sampled responses; 0 is greedy")
 
     def __post_init__(self) -> None:
         SamplingOptions.__post_init__(self)
-        if self.samples < 1:
-            raise ValueError(f"samples is {self.samples}; it must be >= 1")
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be >= 2")
         if self.samples > 1 and self.temperature == 0:
@@ -120,10 +110,5 @@ class ResponseOptions(SamplesOptions):
     runtime: str = option(
         "auto", "runtime that writes the responses; auto is the engine if it supports the target", choices=RUNTIMES
     )
-    batch_size: int | None = option(None, BATCH_SIZE)
+    batch_size: int | None = option(None, BATCH_SIZE, within=">= 1")
     draft: bool = option(True, "write responses faster with the drafter of --init-from; the responses stay the same")
-
-    def __post_init__(self) -> None:
-        SamplesOptions.__post_init__(self)
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}; it must be >= 1")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_toolkit.command_line import parse_cli, run_command
-from dflash_toolkit.config import option, options
+from dflash_toolkit.config import Options, option, options
 from dflash_toolkit.options import PROMPT_SETS, PromptSetOptions
 
 PROG = "dflash-train export"
@@ -27,7 +27,7 @@ class MeasuredSets(PromptSetOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportConfig:
+class ExportConfig(Options):
     """The options of `dflash-train export`."""
 
     drafter: str = option(help="drafter to read: directory or Hugging Face id", common=True, metavar="PATH")
@@ -40,18 +40,17 @@ class ExportConfig:
         metavar="PATH",
     )  # fmt: skip
     sets: MeasuredSets = options(MeasuredSets, flat=True)
-    max_tokens: int = option(512, "longest response, in tokens", common=True)
+    max_tokens: int = option(512, "longest response, in tokens", common=True, within=">= 2")
     device: str = option("auto", "device: auto, cpu, cuda, cuda:1, ...; auto is the GPU, if there is one", common=True)
     push_to_hub: str | None = option(
         None, "Hugging Face repository to upload the drafter and its model card to, created if missing (default: none)"
     )
 
     def __post_init__(self) -> None:
+        Options.__post_init__(self)
         if bool(self.target) != bool(self.sets.prompts):
             given, missing = ("target", "prompts") if self.target else ("prompts", "target")
             raise ValueError(f"{given} is given without {missing}; give both to measure the drafters, or neither")
-        if self.max_tokens < 2:
-            raise ValueError(f"max_tokens is {self.max_tokens}; it must be >= 2")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

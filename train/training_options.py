@@ -10,11 +10,10 @@ step from 12288 tokens gave 4.91 instead of 3.98 (teacher-forced, after 66 secon
 seen; that is about the density of the paper's recipe.
 """
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from dflash_toolkit.config import option
+from dflash_toolkit.config import Options, option
 from dflash_toolkit.models.dflash.architecture import DraftArchitecture, all_sizes, asked_by, kinds, of_kind
 from dflash_toolkit.models.dflash.shape import BLOCK_SIZE, WIDTH_FOR_PARTS, WINDOW
 
@@ -106,7 +105,7 @@ class DrafterOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LossOptions:
+class LossOptions(Options):
     """The terms of the loss and the weights of the slots (contract, "Training recipe").
 
     Every term but `ce` compares with the target's own distribution. Then all layers of the target run, its last hidden
@@ -114,16 +113,21 @@ class LossOptions:
     `dflash_toolkit.kernels.loss_terms` has the formulas. DSpark (arXiv 2607.05147) mixes ce 0.1 and tv 0.9.
     """
 
-    ce: float = option(1.0, "weight of the cross-entropy with the response's token (default: 1, or 0.1 for DSpine)")
-    kl: float = option(0.0, "weight of KL(target || drafter) over the whole vocabulary")
+    ce: float = option(
+        1.0, "weight of the cross-entropy with the response's token (default: 1, or 0.1 for DSpine)", within=">= 0"
+    )
+    kl: float = option(0.0, "weight of KL(target || drafter) over the whole vocabulary", within=">= 0")
     tv: float = option(
         0.0,
         "weight of the total variation distance, 1 - the acceptance rate of sampled verification (default: 0, or 1.8 "
         "for DSpine)",
+        within=">= 0",
     )
-    lk: float = option(0.0, "weight of -log(acceptance rate), LK^alpha of arXiv 2602.23881")
-    lk_hybrid: float = option(0.0, "weight of KL that turns into TV as acceptance grows, LK^lambda of arXiv 2602.23881")
-    selector: float = option(1.0, "weight of the loss over the candidates of DFlash 2 or DSpine")
+    lk: float = option(0.0, "weight of -log(acceptance rate), LK^alpha of arXiv 2602.23881", within=">= 0")
+    lk_hybrid: float = option(
+        0.0, "weight of KL that turns into TV as acceptance grows, LK^lambda of arXiv 2602.23881", within=">= 0"
+    )
+    selector: float = option(1.0, "weight of the loss over the candidates of DFlash 2 or DSpine", within=">= 0")
     gold: str = option(
         "skip",
         "DFlash 2: what to do if the true token is no candidate: skip the slot in the selector's loss, or inject the "
@@ -131,19 +135,24 @@ class LossOptions:
         choices=("skip", "inject"),
     )
     temperature: float = option(
-        1.0, "temperature of both distributions in kl, tv, lk and lk_hybrid; the one used in serving fits best"
+        1.0,
+        "temperature of both distributions in kl, tv, lk and lk_hybrid; the one used in serving fits best",
+        within="> 0",
     )
     weights: str = option("dpace", "slot weights (default: dpace, or decay for DSpine)", choices=("decay", "dpace"))
     gamma: float | None = option(
         None,
         "decay of the slot weights exp(-(k-1)/gamma), for loss.weights=decay (default: 7, 5, 4 for block size 16, 10, "
         "8)",
+        within="> 0",
     )
-    alpha: float = option(0.5, "smoothing of the slots' probabilities, for loss.weights=dpace")
-    anchors: int = option(512, "draft blocks per sequence and step; disables packing if given")
-    head_rows: int = option(1024, "rows of logits in memory at a time")
+    alpha: float = option(0.5, "smoothing of the slots' probabilities, for loss.weights=dpace", within="in [0, 1]")
+    anchors: int = option(512, "draft blocks per sequence and step; disables packing if given", within=">= 1")
+    head_rows: int = option(1024, "rows of logits in memory at a time", within=">= 1")
     input_noise: float = option(
-        0.0, "standard deviation of noise on the target's hidden states, as a share of each one's root mean square"
+        0.0,
+        "standard deviation of noise on the target's hidden states, as a share of each one's root mean square",
+        within=">= 0",
     )
 
     def of_kind(self, kind: DraftArchitecture) -> "LossOptions":
@@ -158,29 +167,13 @@ class LossOptions:
         return max(self.kl, self.tv, self.lk, self.lk_hybrid) > 0
 
     def __post_init__(self) -> None:
-        terms = {name: getattr(self, name) for name in ("ce", "kl", "tv", "lk", "lk_hybrid")}
-        for name, weight in terms.items():
-            if not 0 <= weight < math.inf:
-                raise ValueError(f"loss.{name} is {weight}; it must be >= 0")
-        if not 0 <= self.selector < math.inf:
-            raise ValueError(f"loss.selector is {self.selector}; it must be >= 0")
-        if not any(terms.values()):
-            raise ValueError(f"{', '.join(f'loss.{name}' for name in terms)} are all 0; give one of them a weight")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"loss.temperature is {self.temperature}; it must be > 0 (1 is the target as it is)")
-        if not 0 <= self.input_noise < math.inf:
-            raise ValueError(f"loss.input_noise is {self.input_noise}; it must be >= 0")
-        for name in ("anchors", "head_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"loss.{name} is {getattr(self, name)}; it must be >= 1")
-        if self.gamma is not None and self.gamma <= 0:
-            raise ValueError(f"loss.gamma is {self.gamma}; it must be > 0")
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"loss.alpha is {self.alpha}; it must be in [0, 1]")
+        Options.__post_init__(self)
+        if not (self.ce or self.distribution):
+            raise ValueError("loss.ce, kl, tv, lk and lk_hybrid are all 0; give one of them a weight")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimOptions:
+class OptimOptions(Options):
     """Optimiser and schedule: fp32 master weights, linear warm-up, decay to zero."""
 
     optimizer: str = option(
@@ -193,21 +186,23 @@ class OptimOptions:
         None,
         f"passes over the responses (default: {EPOCHS} divided by the number of responses to a prompt)",
         common=True,
+        within=">= 1",
     )
-    steps: int = option(0, "optimiser steps of the run, instead of epochs; 0 goes by epochs")
-    minutes: float = option(0.0, "minutes of training, instead of epochs; 0 goes by epochs", common=True)
+    steps: int = option(0, "optimiser steps of the run, instead of epochs; 0 goes by epochs", within=">= 0")
+    minutes: float = option(0.0, "minutes of training, instead of epochs; 0 goes by epochs", common=True, within=">= 0")
     pack_tokens: int | None = option(
         None,
         f"tokens per step, packed from several sequences; a multiple of 128 (default: about {PACK_TOKENS} on a "
         "GPU, at least the longest row)",
     )
     pack_blocks: int | None = option(None, "draft blocks per packed step (default: 3 for every 16 tokens)")
-    batch_size: int = option(8, "sequences per micro step; disables packing if given")
-    accumulate: int = option(1, "micro steps of every process per optimiser step")
+    batch_size: int = option(8, "sequences per micro step; disables packing if given", within=">= 1")
+    accumulate: int = option(1, "micro steps of every process per optimiser step", within=">= 1")
     splits: int | None = option(
         None,
         "passes in which the drafter computes the blocks of a micro step; their gradients are summed, so more passes "
         "save memory and the update stays the same (default: as few as the GPU's memory allows)",
+        within=">= 1",
     )
     recompute: bool | None = option(
         None,
@@ -215,20 +210,24 @@ class OptimOptions:
         "if the GPU's memory requires it)",
     )
     learning_rate: float | None = option(
-        None, "peak learning rate (default: 3e-3 for muon, 6e-4 for adamw; with --init-from 3e-4 and 6e-5)"
+        None,
+        "peak learning rate (default: 3e-3 for muon, 6e-4 for adamw; with --init-from 3e-4 and 6e-5)",
+        within="> 0",
     )
-    warmup: float = option(0.04, "share of the run in which the learning rate rises")
+    warmup: float = option(0.04, "share of the run in which the learning rate rises", within="in [0, 1)")
     schedule: str = option(
         "cosine",
         "learning rate after the warm-up: cosine to zero, or wsd (constant, then a decay to zero)",
         choices=("cosine", "wsd"),
     )
-    decay: float = option(0.2, "share of the run in the final decay, for optim.schedule=wsd")
+    decay: float = option(0.2, "share of the run in the final decay, for optim.schedule=wsd", within="in (0, 1]")
     ema: float = option(
-        0.0, "decay per step of an average of the weights that is measured and exported, e.g. 0.999; 0 uses no average"
+        0.0,
+        "decay per step of an average of the weights that is measured and exported, e.g. 0.999; 0 uses no average",
+        within="in [0, 1)",
     )
-    weight_decay: float = option(0.0, "weight decay of the matrices")
-    clip: float = option(1.0, "maximum norm of the gradient")
+    weight_decay: float = option(0.0, "weight decay of the matrices", within=">= 0")
+    clip: float = option(1.0, "maximum norm of the gradient", within="> 0")
 
     @property
     def passes(self) -> int:
@@ -236,35 +235,18 @@ class OptimOptions:
         return EPOCHS if self.epochs is None else self.epochs
 
     def __post_init__(self) -> None:
-        least = {"steps": (self.steps, 0), "epochs": (self.passes, 1), "batch_size": (self.batch_size, 1)}
-        least |= {"accumulate": (self.accumulate, 1), "splits": (self.splits or 1, 1)}
-        for name, (value, at_least) in least.items():
-            if value < at_least:
-                raise ValueError(f"optim.{name} is {value}; it must be >= {at_least}")
+        Options.__post_init__(self)
         if self.minutes and self.steps:
             raise ValueError("optim.steps and optim.minutes are both given; give one of them")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"optim.weight_decay is {self.weight_decay}; it must be >= 0")
-        if self.minutes < 0:
-            raise ValueError(f"optim.minutes is {self.minutes}; it must be >= 0")
         if (self.pack_tokens or 0) < 0 or (self.pack_tokens or 0) % PACKS:
             raise ValueError(f"optim.pack_tokens is {self.pack_tokens}; it must be a multiple of {PACKS}, or 0")
         if self.pack_blocks is not None and not 1 <= self.pack_blocks <= (self.pack_tokens or PACK_TOKENS):
             most = self.pack_tokens or PACK_TOKENS
             raise ValueError(f"optim.pack_blocks is {self.pack_blocks}; it must be in 1..{most} (optim.pack_tokens)")
-        if self.learning_rate is not None and self.learning_rate <= 0:
-            raise ValueError(f"optim.learning_rate is {self.learning_rate}; it must be > 0")
-        if self.clip <= 0:
-            raise ValueError(f"optim.clip is {self.clip}; it must be > 0")
-        if not 0 <= self.warmup < 1:
-            raise ValueError(f"optim.warmup is {self.warmup}; it must be in [0, 1)")
-        if not 0 < self.decay <= 1 or (self.schedule == "wsd" and self.warmup + self.decay > 1):
+        if self.schedule == "wsd" and self.warmup + self.decay > 1:
             raise ValueError(
-                f"optim.decay is {self.decay}; it must be in (0, 1], and at most 1 - optim.warmup with "
-                "optim.schedule=wsd"
+                f"optim.decay is {self.decay}; it must be at most 1 - optim.warmup with optim.schedule=wsd"
             )
-        if not 0 <= self.ema < 1:
-            raise ValueError(f"optim.ema is {self.ema}; it must be in [0, 1)")
 
     @property
     def final_decay(self) -> float | None:
@@ -273,7 +255,7 @@ class OptimOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
+class RunOptions(Options):
     """Memory, logging, resume points, and how often acceptance is measured by real decoding."""
 
     attention: str = option(
@@ -306,39 +288,50 @@ class RunOptions:
         "number format of the hidden states; auto is the target's, float8 has a scale per token",
         choices=("auto", "bfloat16", "float8"),
     )
-    feature_gpu_share: float = option(0.9, "share of the free GPU memory used for hidden states")
-    feature_cache_gb: float = option(0.0, "GiB of host memory used for hidden states, for all processes of a machine")
+    feature_gpu_share: float = option(0.9, "share of the free GPU memory used for hidden states", within="in [0, 1]")
+    feature_cache_gb: float = option(
+        0.0, "GiB of host memory used for hidden states, for all processes of a machine", within=f"in 0..{MOST_GIB}"
+    )
     fsdp: bool = option(False, "shard weights, gradients and optimiser states over the processes with FSDP2")
     fsdp_reshard_after_forward: bool = option(
         True, "gather a layer's weights again in the backward pass; off keeps them in memory from the forward pass"
     )
     zero: int = option(
         0, "DeepSpeed ZeRO stage: shard optimiser states (1), also gradients (2), also weights (3); 0 is off; "
-        "optim.optimizer=auto is then adamw",
+        "optim.optimizer=auto is then adamw", within="in 0..3",
     )  # fmt: skip
     target_tensor_parallel_size: int = option(
         1, "processes of a machine that share one target by tensor parallelism (torchrun); each trains the drafter on "
-        "its own rows",
+        "its own rows", within=">= 1",
     )  # fmt: skip
     offload_target: bool | None = option(
         None,
         "move the target's layers to host memory once all hidden states are stored; needs run.features=disk and no "
         "held-out prompts (default: only if the GPU's memory requires it)",
     )
-    seed: int = option(0, "seed of weights, data order and anchors", flag="seed")
-    log_every: int = option(10, "steps between lines in metrics.jsonl")
-    save_minutes: float = option(10.0, "minutes between resume points, which are written while training continues")
-    save_every: int = option(0, "steps between resume points, instead of minutes; 0 goes by run.save_minutes")
+    seed: int = option(0, "seed of weights, data order and anchors", flag="seed", within=f"in 0..{2**63 - 1}")
+    log_every: int = option(10, "steps between lines in metrics.jsonl", within=">= 1")
+    save_minutes: float = option(
+        10.0, "minutes between resume points, which are written while training continues", within="> 0"
+    )
+    save_every: int = option(
+        0, "steps between resume points, instead of minutes; 0 goes by run.save_minutes", within=">= 0"
+    )
     evaluate_every: int = option(
-        1000, "steps between measurements of acceptance on held-out prompts; 0 measures only at the end"
+        1000,
+        "steps between measurements of acceptance on held-out prompts; 0 measures only at the end",
+        within=">= 0",
     )
     evaluate_prompts: int = option(
-        16, "held-out prompts of each measurement, at most half of them; the final measurement uses the others"
+        16,
+        "held-out prompts of each measurement, at most half of them; the final measurement uses the others",
+        within=">= 1",
     )
-    evaluate_tokens: int = option(256, "longest response of a measurement, in tokens")
+    evaluate_tokens: int = option(256, "longest response of a measurement, in tokens", within=">= 1")
     final_tokens: int | None = option(
         None,
         "longest response of the final measurement, which chooses the exported drafter (default: responses.max_tokens)",
+        within=">= 1",
     )
     evaluate_runtime: str = option(
         "auto",
@@ -352,27 +345,3 @@ class RunOptions:
     )
     wandb: str | None = option(None, "Weights & Biases project to log to (default: none)")
     speculators: bool = option(False, "also export in the speculators format, to OUTPUT/speculators")
-
-    def __post_init__(self) -> None:
-        for name, least in {"log_every": 1, "evaluate_prompts": 1, "evaluate_tokens": 1, "save_every": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"run.{name} is {getattr(self, name)}; it must be >= {least}")
-        if self.final_tokens is not None and self.final_tokens < 1:
-            raise ValueError(f"run.final_tokens is {self.final_tokens}; it must be >= 1")
-        if not 0 < self.save_minutes < math.inf:
-            raise ValueError(f"run.save_minutes is {self.save_minutes}; it must be > 0")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"run.seed is {self.seed}; it must be in 0..2**63 - 1")
-        if not 0 <= self.zero <= 3:
-            raise ValueError(f"run.zero is {self.zero}; it must be 0 (off), 1, 2 or 3")
-        if self.target_tensor_parallel_size < 1:
-            raise ValueError(
-                f"run.target_tensor_parallel_size is {self.target_tensor_parallel_size}; it must be >= 1 (1 is a whole "
-                f"target on every process)"
-            )
-        if self.evaluate_every < 0:
-            raise ValueError(f"run.evaluate_every is {self.evaluate_every}; it must be >= 0")
-        if not 0 <= self.feature_cache_gb <= MOST_GIB:
-            raise ValueError(f"run.feature_cache_gb is {self.feature_cache_gb}; it must be in 0..{MOST_GIB}")
-        if not 0 <= self.feature_gpu_share <= 1:
-            raise ValueError(f"run.feature_gpu_share is {self.feature_gpu_share}; it must be in [0, 1]")

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
 from ..command_line import parse_cli, run_command
 from ..config import UserError, option, options
@@ -31,7 +30,7 @@ class DoctorPrompts(PromptSetOptions):
         (), f"{PROMPT_SETS} (default: 8 built-in prompts)", named=True, common=True, metavar="SOURCE"
     )
     limit: int | None = option(
-        8, "number of prompts used from the start of each set, or of the 8 built-in ones", common=True
+        8, "number of prompts used from the start of each set, or of the 8 built-in ones", common=True, within=">= 1"
     )
 
 
@@ -39,13 +38,12 @@ class DoctorPrompts(PromptSetOptions):
 class DoctorConfig(TemplateOptions):
     """The options of `dflash-doctor`."""
 
-    renamed: ClassVar[dict[str, Any]] = {"max_new_tokens": "max_tokens"}
     drafter: str = option("", "drafter: Hugging Face id or directory (required)", common=True, metavar="PATH")
     sets: DoctorPrompts = options(DoctorPrompts, flat=True)
     output: str | None = option(
         None, "JSON file for all findings and figures (default: print only)", common=True, metavar="PATH"
     )
-    max_tokens: int = option(128, "longest response, in tokens", common=True)
+    max_tokens: int = option(128, "longest response, in tokens", common=True, within=">= 8")
     temperature: float = option(
         0.0,
         "temperature that it will serve at; above 0, acceptance is compared with that of greedy decoding",
@@ -57,8 +55,6 @@ class DoctorConfig(TemplateOptions):
         TemplateOptions.__post_init__(self)
         if not self.drafter:
             raise ValueError(f"drafter is missing; give --drafter{hint_for(self.target)}")
-        if self.max_tokens < 8:
-            raise ValueError(f"max_tokens is {self.max_tokens}; it must be >= 8")
         SamplingParams(temperature=self.temperature)  # checks it
 
 

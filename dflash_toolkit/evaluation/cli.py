@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..checkpoint.readahead import read_ahead
 from ..command_line import parse_cli, run_command
-from ..config import UnsupportedModel, UserError, option, options, to_mapping
+from ..config import Options, UnsupportedModel, UserError, option, options, to_mapping
 from ..data.benchmarks import BENCHMARKS
 from ..data.prompts import warn_of_thinking
 from ..data.skipped import Skipped
@@ -81,23 +81,18 @@ class EvalDrafts(DraftOptions):
     """Draft options; every step drafts a whole block."""
 
     num_speculative_tokens: int | None = option(
-        None, "tokens drafted per step (default: as the drafter was trained)", common=True
+        None, "tokens drafted per step (default: as the drafter was trained)", common=True, within=">= 1"
     )
-    draft_tree: int | None = option(0, DRAFT_TREE, off=True)
+    draft_tree: int | None = option(0, DRAFT_TREE, off=True, within=">= 0")
 
     @property
     def tree_nodes(self) -> int:
         """The maximum nodes of a draft tree; 0 is a chain."""
         return self.draft_tree or 0
 
-    def __post_init__(self) -> None:
-        DraftOptions.__post_init__(self)
-        if self.num_speculative_tokens is not None and self.num_speculative_tokens < 1:
-            raise ValueError(f"num_speculative_tokens is {self.num_speculative_tokens}; it must be >= 1")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SweepOptions:
+class SweepOptions(Options):
     """Measurements on some of the prompts, in addition to the report on all of them."""
 
     concurrency: tuple[int, ...] = option(
@@ -118,21 +113,20 @@ class SweepOptions:
         "sizes of draft trees to measure, as 16 32 63, next to blocks and chains of adaptive length, at each level of "
         "--concurrency; the report recommends the fastest for each load (default: none)",
     )
-    sweep_requests: int = option(16, "prompts of each such measurement, taken evenly from all sets")
+    sweep_requests: int = option(16, "prompts of each such measurement, taken evenly from all sets", within=">= 1")
 
     def __post_init__(self) -> None:
+        Options.__post_init__(self)
         for name in ("concurrency", "draft_length", "context_length", "draft_tree_nodes"):
             values = getattr(self, name)
             if any(value < 1 for value in values) or list(values) != sorted(set(values)):
                 raise ValueError(f"{name} is {list(values)}; give numbers >= 1 in ascending order")
         if (most := max(self.draft_tree_nodes, default=0)) > MOST_TREE_NODES:
             raise ValueError(f"draft_tree_nodes is {most}; the engine takes {MOST_TREE_NODES} nodes at most")
-        if self.sweep_requests < 1:
-            raise ValueError(f"sweep_requests is {self.sweep_requests}; it must be >= 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EndpointOptions:
+class EndpointOptions(Options):
     """Options of a server to measure instead of models in this process."""
 
     endpoint: str | None = option(
@@ -148,12 +142,13 @@ class EndpointOptions:
         "none)",
         metavar="URL",
     )
-    max_concurrency: int = option(1, "concurrent requests to the endpoint for the report; raise it to finish sooner")
+    max_concurrency: int = option(
+        1, "concurrent requests to the endpoint for the report; raise it to finish sooner", within=">= 1"
+    )
     served_model_name: str | None = option(None, "model name on the servers (default: the only model they have)")
 
     def __post_init__(self) -> None:
-        if self.max_concurrency < 1:
-            raise ValueError(f"max_concurrency is {self.max_concurrency}; it must be >= 1")
+        Options.__post_init__(self)
         if self.endpoint is None and self.max_concurrency > 1:
             raise ValueError(
                 f"max_concurrency is {self.max_concurrency}, but models in this process decode one request at a time; "

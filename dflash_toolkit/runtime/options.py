@@ -2,17 +2,10 @@
 
 import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 from ..config import UserError, option
-from ..options import (
-    DRAFT_DTYPES,
-    DRAFT_SAMPLE_METHODS,
-    KV_CACHE_DTYPES,
-    LEAST_FOR_TREES,
-    MOST_TREE_NODES,
-    DraftOptions,
-)
+from ..options import LEAST_FOR_TREES, MOST_TREE_NODES, DraftOptions
 
 if TYPE_CHECKING:
     import torch
@@ -21,11 +14,6 @@ if TYPE_CHECKING:
     from ..models.dflash.config import DrafterConfig
     from ..models.spec import ModelSpec
 
-CHOICES = {
-    "draft_dtype": DRAFT_DTYPES,
-    "draft_sample_method": DRAFT_SAMPLE_METHODS,
-    "kv_cache_dtype": KV_CACHE_DTYPES,
-}
 SMALL_GPU = 40 << 30  # bytes; on a smaller GPU, a tenth of the memory is too much to leave unused
 MOST_MEMORY = 0.95  # share of a GPU's memory in use
 MOST_REQUESTS = 256  # in a batch on a GPU, unless max_num_seqs is given
@@ -75,39 +63,42 @@ class EngineOptions(DraftOptions):
         ValueError: a value outside its range.
     """
 
-    renamed: ClassVar[dict[str, Any]] = DraftOptions.renamed | {
-        "max_batch": "max_num_seqs",
-        "max_context": "max_model_len",
-        "prefill_chunk": "max_num_batched_tokens",
-        "cache_tokens": "kv_cache_tokens",
-        "memory_fraction": "gpu_memory_utilization",
-    }
     max_num_seqs: int | None = option(
-        None, "maximum requests in a batch (default: up to 256 on a GPU, as its memory allows; 4 on a CPU)", common=True
+        None,
+        "maximum requests in a batch (default: up to 256 on a GPU, as its memory allows; 4 on a CPU)",
+        common=True,
+        within=">= 1",
     )
     max_model_len: int | None = option(
         None,
         "maximum tokens of prompt and response together (default: the target's context length, or what fits into the "
         "GPU's memory)",
         common=True,
+        within=">= 1",
     )
     max_num_batched_tokens: int | None = option(
-        None, "maximum prompt tokens of one pass (default: 8192 on a GPU with enough memory, 256 on a CPU)"
+        None,
+        "maximum prompt tokens of one pass (default: 8192 on a GPU with enough memory, 256 on a CPU)",
+        within=">= 1",
     )
-    page_size: int = option(64, "tokens per page of the KV cache, a power of two; requests share whole pages")
+    page_size: int = option(
+        64, "tokens per page of the KV cache, a power of two; requests share whole pages", within=">= 1"
+    )
     kv_cache_tokens: int | None = option(
-        None, "size of the KV cache, in tokens of all requests (default: what the memory allows)"
+        None, "size of the KV cache, in tokens of all requests (default: what the memory allows)", within=">= 1"
     )
     gpu_memory_utilization: float | None = option(
         None,
         "share of the GPU's memory that may be in use, by all programs (default: 0.9, and 0.95 below 40 GB)",
         common=True,
+        within="in (0, 1]",
     )
     prefix_cache: bool = option(True, "reuse the cached pages of common prompt prefixes")
     prefix_states: int | None = option(
         None,
         "recurrent states kept for prompt prefixes, and more while few requests run; 0 keeps none "
         "(default: twice --max-num-seqs, at most 32)",
+        within=">= 0",
     )
     retune: bool = option(False, "measure step times again instead of using those kept from an earlier start")
     synthetic: SyntheticAcceptance | None = None
@@ -116,20 +107,10 @@ class EngineOptions(DraftOptions):
 
     def __post_init__(self) -> None:
         DraftOptions.__post_init__(self)
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}")
-        for name in ("max_num_batched_tokens", "page_size", "max_num_seqs", "max_model_len", "kv_cache_tokens"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
         if (self.draft_tree or 0) > MOST_TREE_NODES:
             raise ValueError(f"draft_tree is {self.draft_tree}; the engine takes {MOST_TREE_NODES} nodes at most")
-        if (self.prefix_states or 0) < 0:
-            raise ValueError(f"prefix_states is {self.prefix_states}; it must be >= 0")
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size is {self.page_size}; it must be a power of two")
-        if self.gpu_memory_utilization is not None and not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
 
     def fitted(self, target: "ModelSpec", drafter: "DrafterConfig | None", device: "torch.device") -> "EngineOptions":
         """Returns these options with the defaults of a pair and a device filled in.

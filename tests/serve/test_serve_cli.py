@@ -46,7 +46,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--target", "x", "--api-key-file", "nowhere"], "--api-key-file nowhere: cannot be read"),
         (["--target", "x", "--prefix-cache-per-key"], "--prefix-cache-per-key needs API keys; give --api-key-file"),
         (["--target", "x", "--ssl-keyfile", "k"], "https needs both --ssl-keyfile and --ssl-certfile"),
-        (["--target", "x", "--max-queue", "-1"], "--max-queue is -1; it must be at least 0"),
+        (["--target", "x", "--max-queue", "-1"], "--max-queue is -1; it must be >= 0"),
         (["--target", "x", "--scheduling-policy", "fcfs"], "--scheduling-policy: 'fcfs' is not one of fair, priority"),
         (["--target", "x", "--per-request-spec-decode-metrics", "summary"], "needs a drafter"),
         (["--target", "x", "--uds", "/no/such/folder/s"], "--uds /no/such/folder/s: cannot listen"),

@@ -224,7 +224,7 @@ def last_word(value: object) -> str:
         (["top_p=0"], "top_p is 0"),
         (["temprature=1"], "did you mean `temperature`"),
         (["prompts.similarity=2"], "prompts.similarity is 2"),
-        (["server.timeout=1e12"], "server.timeout is 1000000000000.0; it must be > 0 and at most 604800"),
+        (["server.timeout=1e12"], "server.timeout is 1000000000000.0; it must be in (0, 604800]"),
         (["server.retries=5000"], "server.retries is 5000"),
         (["--batch-size", "0"], "batch-size is 0"),
         (["--endpoint", "http://127.0.0.1:9", "--batch-size", "200000"], "batch-size is 200000; with endpoint"),

@@ -61,7 +61,8 @@ def _wanted(run: Prepared) -> dict[str, Any]:
     """Returns the settings on which a run's rows depend, as JSON values."""
     record = run.record
     wanted = {key: record[key] for key in ("target", "target_digest", "template_hash", "data_hash")}
-    wanted |= {"answers": asked(record["config"]), "prompts": record["config"]["prompts"], "seed": run.config.run.seed}
+    config = record["config"]
+    wanted |= {"responses": asked(config), "prompts": config["prompts"], "seed": run.config.run.seed}
     return json.loads(json.dumps(wanted))
 
 

@@ -112,7 +112,7 @@ def thinking_mode(tokenizer: Any, samplers: Sequence[Mapping[str, Any]]) -> str:
 
 def longest_response(config: TrainConfig, samplers: Sequence[Mapping[str, Any]]) -> int:
     """Returns the longest response that the data may have, in tokens."""
-    given = (sampler.get("max_tokens", sampler.get("max_new_tokens")) for sampler in samplers)
+    given = (sampler.get("max_tokens") for sampler in samplers)
     longest = max((int(tokens) for tokens in given if tokens), default=config.responses.max_tokens)
     return min(longest, config.prompts.max_length)
 

@@ -18,7 +18,6 @@ from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.dflash.serving import serving_commands
 
 from ..prompts.dataset import DEFAULT, described
-from .settings import config_of
 
 CARD = "README.md"
 HUB = "https://huggingface.co"
@@ -46,7 +45,7 @@ def write_cards(output: Path, record: dict[str, Any], name: str | None = None) -
 def _card(folder: Path, record: dict[str, Any], measured: dict[str, Any], name: str) -> str:
     target, shape = record["target"], to_mapping(read_config(folder))  # may be exported without its selector
     return _template().render(
-        metadata=yaml.safe_dump(_metadata(config_of(record)), sort_keys=False),
+        metadata=yaml.safe_dump(_metadata(record["config"]), sort_keys=False),
         name=name,
         target=target,
         shape=shape,
@@ -54,9 +53,9 @@ def _card(folder: Path, record: dict[str, Any], measured: dict[str, Any], name: 
         measured=measured,
         followed=record["result"].get("measured_during_training"),
         serving=serving_commands(target, name, shape, record.get("architecture", "")),
-        rendering=_rendering(config_of(record)),
+        rendering=_rendering(record["config"]),
         temperatures=sorted({temperature for sampler in record["samplers"] for temperature in _temperatures(sampler)}),
-        prompts=[described(name) for name in _datasets(config_of(record))],
+        prompts=[described(name) for name in _datasets(record["config"])],
         start=record.get("start", {}).get("drafter"),
         result=record["result"],
         title=of_sizes(shape).title,

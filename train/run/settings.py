@@ -18,18 +18,12 @@ FREE_OPTIONS = (
     "fsdp_reshard_after_forward", "target_tensor_parallel_size", "accumulate", "splits", "recompute", "head_rows",
     "export_selector", "feature_endpoint", "offload_target",
 )  # fmt: skip
-OLD_NAMES = {"answers": "responses", "answer_files": "response_files", "trust_answers": "trust_responses"}
 ENDS = ("epochs", "steps", "minutes")  # end of a run; a longer run continues a shorter one
 
 
 def asked(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of responses without those that change only the speed."""
     return {k: v for k, v in config["responses"].items() if k not in ("batch_size", "draft")}
-
-
-def config_of(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration in a record, with current names."""
-    return {OLD_NAMES.get(key, key): value for key, value in record["config"].items()}
 
 
 def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
@@ -53,13 +47,12 @@ def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
         "estimate_gpu",
         "estimate_price",
     )
-    config = {k: v for k, v in config_of(record).items() if k not in places}
+    config = {k: v for k, v in record["config"].items() if k not in places}
     for part in ("run", "optim", "loss"):
         config[part] = {k: v for k, v in config[part].items() if k not in (*FREE_OPTIONS, *ENDS)}
     # the drafter's shape has the attention options, and resume points of earlier releases lack them
     config["drafter"] = {k: v for k, v in config["drafter"].items() if k not in SIGHT}
-    config["answers"] = asked(config)  # the name in resume points
-    del config["responses"]
+    config["responses"] = asked(config)
     start = {"start": record["start"]["sha256"]} if "start" in record else {}
     same = ("drafter", "target_digest", "data_hash", "template_hash")
     return {"config": config} | {k: record[k] for k in same} | start

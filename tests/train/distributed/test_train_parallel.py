@@ -316,7 +316,7 @@ def test_an_error_on_all_processes_is_printed_once_per_machine(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["run.zero=4"], "run.zero is 4; it must be 0"),
+        (["run.zero=4"], "run.zero is 4; it must be in 0..3"),
         (["run.zero=1", "run.fsdp=true"], "run.fsdp=true and run.zero=1 are both given"),
         (["run.zero=1", "optim.ema=0.9"], "optim.ema=0"),
     ],

@@ -8,8 +8,7 @@ from programs import Program
 from dflash_toolkit.files import read_json, write_json
 from dflash_toolkit.train.responses.build_corpus import CORPUS
 from dflash_toolkit.train.run.definition import WORK
-from dflash_toolkit.train.run.resume_point import load_state
-from dflash_toolkit.train.run.settings import OLD_NAMES, defaults, fingerprint, first_difference
+from dflash_toolkit.train.run.settings import defaults, first_difference
 
 
 def test_a_run_resumes_with_another_response_batch_size(short_run: Program) -> None:
@@ -20,18 +19,6 @@ def test_a_run_resumes_with_another_response_batch_size(short_run: Program) -> N
     assert (short_run.output / WORK / "answers.jsonl").read_bytes() == answers
 
 
-def test_records_with_old_option_names_are_read(short_run: Program) -> None:
-    short_run()
-    record = short_run.record()
-    old = {new: old for old, new in OLD_NAMES.items()}
-    config = {old.get(key, key): value for key, value in record["config"].items()}
-    assert {"answers", "answer_files", "trust_answers"} < config.keys()
-    write_json(short_run.output / "run.json", record | {"config": config})
-    assert "finished" in short_run("answers.batch_size=1")[-1]
-    state = load_state(short_run.output / WORK / "state.pt", fingerprint(record | {"config": config}))
-    assert state and "answers" in state.fingerprint["config"] and "responses" not in state.fingerprint["config"]
-
-
 def test_options_that_a_run_lacks_have_their_defaults(short_run: Program) -> None:
     short_run()
     work = short_run.output / WORK
@@ -39,7 +26,7 @@ def test_options_that_a_run_lacks_have_their_defaults(short_run: Program) -> Non
     state, answers = torch.load(work / "state.pt"), (work / "answers.jsonl").read_bytes()
     read = [read_json(path) for path in metas]
     for config in (state["fingerprint"]["config"], *(meta["of"] for meta in read)):
-        del config["answers"]["greedy_first"], config["prompts"]["max_prompts"]
+        del config["responses"]["greedy_first"], config["prompts"]["max_prompts"]
     del state["fingerprint"]["config"]["loss"]["kl"], state["fingerprint"]["drafter"]["attention_bias"]
     torch.save(state, work / "state.pt")
     for path, meta in zip(metas, read, strict=True):
@@ -50,5 +37,5 @@ def test_options_that_a_run_lacks_have_their_defaults(short_run: Program) -> Non
     shutil.rmtree(work / CORPUS)
     assert "finished" in short_run()[-1]
     assert (work / "answers.jsonl").read_bytes() == answers
-    assert "answers.samples: 1, now 2" in short_run.refuses("responses.samples=2")
+    assert "responses.samples: 1, now 2" in short_run.refuses("responses.samples=2")
     assert first_difference({"loss": {}}, {"loss": {"kl": 0.5}}, defaults()["config"]) == "loss.kl: 0.0, now 0.5"
