@@ -1,7 +1,7 @@
 """The HTTP application: the endpoints, API keys and errors."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -23,66 +23,32 @@ from .service import Service
 from .state import ServerState
 from .unknown import HEADER
 
-MAX_QUEUE = 1024  # answers
+if TYPE_CHECKING:
+    from .config import ServeConfig
 
 
 def create_app(
     engine: EngineClient,
-    model: str,
-    api_keys: Sequence[str] = (),
-    defaults: Mapping[str, float] | None = None,
-    tool_call_parser: str = "auto",
-    reasoning_parser: str = "auto",
+    config: "ServeConfig",
     *,
-    state: ServerState | None = None,
-    max_queue: int = MAX_QUEUE,
-    request_timeout_s: float | None = None,
-    root_path: str = "",
-    allowed_origins: Sequence[str] = (),
-    scheduling_policy: str = "fair",
-    prefix_cache_per_key: bool = False,
-    aliases: Sequence[str] = (),
-    per_request_spec_decode_metrics: str = "none",
-    strict_parameters: bool = False,
+    api_keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
-    store: bool = True,
     excluded: Collection[str] = (),
+    defaults: Mapping[str, float] | None = None,
+    state: ServerState | None = None,
 ) -> FastAPI:
-    """Creates the application that serves `engine` as `model`.
+    """Creates the application that serves an engine.
 
     Args:
         api_keys: accepted keys; empty: no key is required.
-        defaults: sampling parameters for requests that omit them (`defaults.py`).
-        tool_call_parser, reasoning_parser: see the options of `dflash-serve`.
-        state: shared with the server.
-        max_queue: answers that may wait for a place in the batch; more are refused (429).
-        request_timeout_s: seconds after which an answer is aborted.
-        root_path: path under which a proxy exposes the routes.
-        allowed_origins: sites whose pages may send requests from a browser.
-        scheduling_policy: "priority" follows the priority of requests; "fair" shares time among keys.
-        prefix_cache_per_key: share cached prefixes only between requests with the same API key.
-        aliases: more names of the model.
-        per_request_spec_decode_metrics: "summary" or "detailed" adds draft statistics to an answer.
-        strict_parameters: refuse unknown fields of bodies (400) instead of ignoring them.
         admin_keys: keys that may replace the weights; empty: there is no such route.
-        store: whether a trainer may learn from requests that do not say.
-        excluded: numbers of API keys from whose requests it may not.
+        excluded: numbers of API keys from whose requests a trainer may not learn.
+        defaults: sampling parameters for requests that omit them (`defaults.py`).
+        state: shared with the server.
     """
-    service = Service(
-        engine,
-        (model, *aliases),
-        state or ServerState(),
-        Parsers.choose(engine.tokenizer, tool_call_parser, reasoning_parser),
-        defaults=defaults or {},
-        max_queue=max_queue,
-        request_timeout_s=request_timeout_s,
-        priorities=scheduling_policy == "priority",
-        prefix_cache_per_key=prefix_cache_per_key,
-        draft_metrics=per_request_spec_decode_metrics,
-        strict_parameters=strict_parameters,
-        store=store,
-        excluded=excluded,
-    )
+    parsers = Parsers.choose(engine.tokenizer, config.tool_call_parser, config.reasoning_parser)
+    service = Service(engine, config, state or ServerState(), parsers, defaults or {}, excluded)
+    root_path = config.root_path
 
     def key_number(request: Request, keys: Sequence[str], kind: str) -> int | None:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -109,7 +75,7 @@ def create_app(
     routers = [(page(), False), *((make(service), False) for make in OPEN), *((make(service), True) for make in KEYED)]
     routers.append((description, True))
     administration = [make(service) for make in ADMIN] if admin_keys else []
-    described = document(routers, service.names, bool(api_keys), root_path, strict_parameters, administration)
+    described = document(routers, service.names, bool(api_keys), root_path, config.strict_parameters, administration)
 
     async def refuse(request: Request, error: Any) -> Response:
         service.metrics.refused(error.status)
@@ -149,11 +115,11 @@ def create_app(
         app.add_exception_handler(known, failed)
     app.add_exception_handler(UserError, failed)
     app.add_exception_handler(Exception, failed)  # starlette raises it again, so the traceback is logged
-    if allowed_origins:
+    if config.allowed_origins:
         shown = ["x-request-id", HEADER.decode()]
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=allowed_origins,
+            allow_origins=config.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=shown,

@@ -60,26 +60,9 @@ class Front:
         several = config.front_ends > 1
         state = ServerState.of_several(path.parent, config.front_ends, number) if several else ServerState()
         app = create_app(
-            engine,
-            config.models[0],
-            self._keys,
-            self._defaults,
-            config.tool_call_parser,
-            config.reasoning_parser,
-            state=state,
-            max_queue=config.max_queue,
-            request_timeout_s=config.request_timeout,
-            root_path=config.root_path,
-            allowed_origins=config.allowed_origins,
-            scheduling_policy=config.scheduling_policy,
-            prefix_cache_per_key=config.prefix_cache_per_key,
-            aliases=config.models[1:],
-            per_request_spec_decode_metrics=config.per_request_spec_decode_metrics,
-            strict_parameters=config.strict_parameters,
-            admin_keys=self._admin_keys,
-            store=not config.adaptation.adapt_opt_in,
-            excluded=self._excluded,
-        )
+            engine, config, api_keys=self._keys, admin_keys=self._admin_keys, excluded=self._excluded,
+            defaults=self._defaults, state=state,
+        )  # fmt: skip
         Connection.limit = min(config.max_connections or MAX_CONNECTIONS, raise_open_files())
         Connection.client_timeout_s = config.client_timeout
         Connection.open = state.connections

@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -35,6 +36,14 @@ MOST_KEYS = 64  # API keys with counts of their own
 GROUPS = {"prompt_length": "prompt_tokens", "api_key": "api_key"}  # and the label of a group
 
 
+def _family(kind: Any, name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Any, float]]) -> Metric:
+    """Returns a metric with a value for each row: the values of its labels, and its own."""
+    family: Any = kind(name, text, labels=labels)
+    for values, amount in rows:
+        family.add_metric(list(map(str, values)), amount)
+    return family
+
+
 class _EngineCollector:
     """Collects the engine's last statistics."""
 
@@ -43,68 +52,38 @@ class _EngineCollector:
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        stats, named = self.stats, ["model_name"]
-        for name, text, value in (
+        stats, model = self.stats, self._model
+        hits, queries = stats.prefix_hits, stats.prefix_queries
+        rows = sum(rows * steps for rows, steps in stats.step_rows.items())
+        gauges = (
             ("vllm:num_requests_running", "Requests in the batch", stats.running),
             ("vllm:num_requests_waiting", "Requests that wait for a place in it", stats.waiting),
             ("vllm:kv_cache_usage_perc", "Share of the cache's pages that requests hold, 0 to 1", stats.cache_used),
-            (
-                "dflash:prefix_cache_hit_rate",
-                "Share of the prompt tokens since the start that the prefix cache had, 0 to 1",
-                stats.prefix_hits / (stats.prefix_queries or 1),
-            ),
-        ):
-            gauge = GaugeMetricFamily(name, text, labels=named)
-            gauge.add_metric([self._model], value)
-            yield gauge
-        for name, text, count in (
-            (
-                "vllm:prefix_cache_queries",
-                "Prompt tokens that were looked up in the prefix cache",
-                stats.prefix_queries,
-            ),
-            ("vllm:prefix_cache_hits", "Of them, those that were found", stats.prefix_hits),
-            (
-                "vllm:num_preemptions",
-                "Requests that gave their pages to others, to be computed again",
-                stats.preemptions,
-            ),
-            (
-                "dflash:rows_verified",
-                "Rows that the target read in steps, padding included",
-                sum(rows * steps for rows, steps in stats.step_rows.items()),
-            ),
-        ):
-            counter = CounterMetricFamily(name, text, labels=named)
-            counter.add_metric([self._model], count)
-            yield counter
+            ("dflash:prefix_cache_hit_rate",
+             "Share of the prompt tokens since the start that the prefix cache had, 0 to 1", hits / (queries or 1)),
+        )  # fmt: skip
+        counters = (
+            ("vllm:prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache", queries),
+            ("vllm:prefix_cache_hits", "Of them, those that were found", hits),
+            ("vllm:num_preemptions", "Requests that gave their pages to others, to be computed again",
+             stats.preemptions),
+            ("dflash:rows_verified", "Rows that the target read in steps, padding included", rows),
+        )  # fmt: skip
+        for kind, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, text, value in metrics:
+                yield _family(kind, name, text, ["model_name"], [([model], value)])
         yield from _of_drafter(stats)
-        for name, text, label, chosen in (
-            (
-                "dflash:steps_by_draft_length",
-                "Steps of the batch by the tokens drafted a row",
-                "tokens",
-                stats.draft_lengths,
-            ),
-            ("dflash:steps_by_rows", "Steps of the batch by the rows that the target read", "rows", stats.step_rows),
-            ("dflash:tree_steps_by_rows", "Of them, those over draft trees: their budgets", "rows", stats.tree_rows),
-            (
-                "dflash:tree_nodes_per_pos",
-                "Nodes of draft trees that the target verified, by their position",
-                "position",
-                dict(enumerate(stats.tree_nodes)),
-            ),
-            (
-                "dflash:tree_nodes_accepted_per_pos",
-                "Of them, those that it accepted",
-                "position",
-                dict(enumerate(stats.tree_nodes_accepted)),
-            ),
-        ):
-            counter = CounterMetricFamily(name, text, labels=[*named, label])
-            for value, count in sorted(chosen.items()):
-                counter.add_metric([self._model, str(value)], count)
-            yield counter
+        for name, text, label, counts in (
+            ("steps_by_draft_length", "Steps of the batch by the tokens drafted a row", "tokens", stats.draft_lengths),
+            ("steps_by_rows", "Steps of the batch by the rows that the target read", "rows", stats.step_rows),
+            ("tree_steps_by_rows", "Of them, those over draft trees: their budgets", "rows", stats.tree_rows),
+            ("tree_nodes_per_pos", "Nodes of draft trees that the target verified, by their position", "position",
+             dict(enumerate(stats.tree_nodes))),
+            ("tree_nodes_accepted_per_pos", "Of them, those that it accepted", "position",
+             dict(enumerate(stats.tree_nodes_accepted))),
+        ):  # fmt: skip
+            each = (([model, value], count) for value, count in sorted(counts.items()))
+            yield _family(CounterMetricFamily, f"dflash:{name}", text, ["model_name", label], each)
 
 
 class _Histogram:
@@ -155,19 +134,14 @@ def _of_drafter(stats: Stats) -> Iterator[Metric]:
         counts["adapt_promotions"] = "Versions that were better on held-out requests", state.promotions
         counts["adapt_rollbacks"] = "Versions that were withdrawn", state.rollbacks
         if (length := state.held_out_acceptance_length) is not None:
-            gauge = GaugeMetricFamily(
-                "dflash:adapt_held_out_acceptance_length", "Tokens per step on held-out requests", labels=["version"]
-            )
-            gauge.add_metric([str(drafter)], length)
-            yield gauge
+            name, text = "dflash:adapt_held_out_acceptance_length", "Tokens per step on held-out requests"
+            yield _family(GaugeMetricFamily, name, text, ["version"], [([drafter], length)])
     for name, text, place in (
         ("version_steps", "Verifications by the drafter's version", 0),
         ("version_tokens", "Tokens of them; divided by the steps they are the acceptance length", 1),
     ):
-        counter = CounterMetricFamily(f"dflash:{name}", text, labels=["version"])
-        for version, both in sorted(stats.by_version.items()):
-            counter.add_metric([str(version)], both[place])
-        yield counter
+        rows = [([version], both[place]) for version, both in sorted(stats.by_version.items())]
+        yield _family(CounterMetricFamily, f"dflash:{name}", text, ["version"], rows)
     for name, (text, value) in values.items():
         yield GaugeMetricFamily(f"dflash:{name}", text, value=value)
     for name, (text, value) in counts.items():
@@ -214,9 +188,7 @@ class _StepCollector:
     def collect(self) -> Iterator[Metric]:
         model, named = [self._model], ["model_name"]
         for name, text, count in (("generation_tokens", "Tokens answered", self.answered), *self.all.items()):
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=named)
-            counter.add_metric(model, count)
-            yield counter
+            yield _family(CounterMetricFamily, f"vllm:{name}", text, named, [(model, count)])
         for kind, label in GROUPS.items():
             families: dict[str, CounterMetricFamily] = {}
             for group, counts in sorted(self.groups[kind].items()):
@@ -225,21 +197,14 @@ class _StepCollector:
                     families.setdefault(own, CounterMetricFamily(own, text, labels=[*named, label]))
                     families[own].add_metric([*model, group], count)
             yield from families.values()
-        positions = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted drafted tokens by their position",
-            labels=[*named, "position"],
-        )
-        for position, count in enumerate(self.by_position):
-            positions.add_metric([*model, str(position)], count)
-        yield positions
+        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafted tokens by their position"
+        rows = (([*model, position], count) for position, count in enumerate(self.by_position))
+        yield _family(CounterMetricFamily, name, text, [*named, "position"], rows)
+        steps, tokens = "Steps of the target, with a draft or without", "Tokens that steps added"
+        tokens += "; by verify_steps, the mean acceptance length"
         for name, text, count in (
-            ("dflash_verify_steps", "Steps of the target, with a draft or without", self.steps),
-            (
-                "dflash_committed_tokens",
-                "Tokens that steps added; by verify_steps, the mean acceptance length",
-                self.committed,
-            ),
+            ("dflash_verify_steps", steps, self.steps),
+            ("dflash_committed_tokens", tokens, self.committed),
         ):
             yield CounterMetricFamily(name, text, value=count)
         for name, text, times in (

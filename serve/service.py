@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from itertools import zip_longest
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from fastapi import Request
@@ -31,6 +31,9 @@ from .thread_pools import CLIENT_CLOSED_REQUEST, ThreadPools, unless_disconnecte
 from .tokenizing import Encoder
 from .unknown import UnknownFields
 
+if TYPE_CHECKING:
+    from .config import ServeConfig
+
 MAX_LOGPROBS_OF_ANSWERS = 1 << 23  # of several whole answers, likewise; they are in memory until the last one ends
 MAX_PROMPT_LOGPROBS = 1 << 19  # in one request, those of the most probable tokens included
 Batch: TypeAlias = list[tuple[int, Piece | None]]  # pieces with the index of their answer; None ends it
@@ -43,29 +46,19 @@ class Service:
     def __init__(
         self,
         engine: EngineClient,
-        names: Sequence[str],
+        config: "ServeConfig",
         state: ServerState,
         parsers: Parsers,
-        *,
         defaults: Mapping[str, float],
-        max_queue: int,
-        request_timeout_s: float | None,
-        priorities: bool,
-        prefix_cache_per_key: bool,
-        draft_metrics: str,
-        strict_parameters: bool,
-        store: bool = True,
-        excluded: Collection[str] = (),
+        excluded: Collection[str],
     ) -> None:
-        self.engine, self.names, self.state, self.parsers = engine, names, state, parsers
+        self.engine, self.names, self.state, self.parsers = engine, config.models, state, parsers
         self.context_limit = engine.info.capacity.context_limit
-        self.unknown = UnknownFields(strict_parameters)
+        self.unknown = UnknownFields(config.strict_parameters)
         self.pools, self.encoder = ThreadPools(self.unknown), Encoder(engine.tokenizer, self.context_limit)
-        self.metrics = Metrics(names[0])
-        self._defaults = defaults
-        self._max_open = engine.info.max_num_seqs + max_queue
-        self._timeout_s, self._priorities, self._draft_metrics = request_timeout_s, priorities, draft_metrics
-        self._prefix_cache_per_key, self._store, self._excluded = prefix_cache_per_key, store, frozenset(excluded)
+        self.metrics = Metrics(self.names[0])
+        self._config, self._defaults, self._excluded = config, defaults, frozenset(excluded)
+        self._max_open = engine.info.max_num_seqs + config.max_queue
         self._open = state.answers  # running or queued
         self._strings = TokenStrings(engine.tokenizer)
 
@@ -101,13 +94,14 @@ class Service:
                 f"`ignore_eos` cannot be combined with `{grammar[0]}`: its answer ends with a stop token; omit one"
             )
             raise ApiError(400, message, param="ignore_eos")
-        if body.priority and not self._priorities:  # otherwise every client could overtake all others
+        if body.priority and self._config.scheduling_policy != "priority":  # else every client could overtake others
             message = f"`priority` is {body.priority}, but the server was not started with --scheduling-policy priority"
             raise ApiError(400, message + "; omit it", param="priority", code="unsupported_parameter")
         limit, key = self.context_limit, request.state.key
-        store = (self._store if body.store is None else body.store) and key not in self._excluded
+        store = not self._config.adaptation.adapt_opt_in if body.store is None else body.store
+        store = store and key not in self._excluded
         # the number of a key has no colon, so two keys never have the same salt
-        salt = f"{key}:{body.cache_salt or ''}" if self._prefix_cache_per_key else body.cache_salt or ""
+        salt = f"{key}:{body.cache_salt or ''}" if self._config.prefix_cache_per_key else body.cache_salt or ""
         least = body.least(body.length(limit), grammar and grammar[0])
         params = body.sampling(limit, self._defaults, grammar[1] if grammar else None)
         scores = sum(map(len, prompts)) * body.answers * (1 + (params.prompt_logprobs or 0))
@@ -191,7 +185,7 @@ class Service:
             strings=replies.strings,
             ids=bool(body.return_token_ids),
             follow=body.follow,
-            trace=self._draft_metrics != "none" and len(requests) == 1,
+            trace=self._config.per_request_spec_decode_metrics != "none" and len(requests) == 1,
             prompt_alone=body.prompt_alone,
         )
         each_echo = [echo for echo in echoes for _ in range(body.answers)]
@@ -233,8 +227,8 @@ class Service:
         late = None
         try:
             with self.engine.decode(requests) as responses:
-                if self._timeout_s is not None:
-                    late = asyncio.get_running_loop().call_later(self._timeout_s, responses.put, LateError())
+                if (limit_s := self._config.request_timeout) is not None:
+                    late = asyncio.get_running_loop().call_later(limit_s, responses.put, LateError())
                 yield []
                 waiting: dict[int, list[Piece]] = {}  # pieces that arrive while the client lags are sent as one
                 async for index, progress in responses:
@@ -302,9 +296,10 @@ class Service:
 
     def _metrics_field(self, answers: list[Answer], replies: ReplyForm) -> dict[str, Any]:
         """Returns vLLM's `metrics` of a reply: only for chats and completions with one answer, as in vLLM."""
-        if self._draft_metrics == "none" or len(answers) > 1 or not isinstance(replies, Replies):
+        level = self._config.per_request_spec_decode_metrics
+        if level == "none" or len(answers) > 1 or not isinstance(replies, Replies):
             return {}
-        longest, detailed = self.engine.info.block_size - 1, self._draft_metrics == "detailed"
+        longest, detailed = self.engine.info.block_size - 1, level == "detailed"
         return {"metrics": {"speculative_decoding": speculative_decoding(answers[0], longest, detailed)}}
 
 

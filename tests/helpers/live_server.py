@@ -10,12 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from openai import APIStatusError, OpenAI
 
 from dflash_toolkit import Drafter, SamplingParams, Target
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.runtime import AsyncEngine, EngineOptions, Progress, Responses, load_engine
 from dflash_toolkit.serve.app import create_app
+from dflash_toolkit.serve.config import ServeConfig
 from dflash_toolkit.serve.server import Server, bind, url_of
 
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
@@ -109,12 +111,21 @@ def gated(engine: AsyncEngine, turns: int) -> Iterator[Gate]:
 MESSAGES: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
 
 
+OF_SERVER = ("api_keys", "admin_keys", "excluded", "defaults", "state")  # arguments of `create_app`
+
+
+def make_app(engine: AsyncEngine, name: str = "org/tiny", **options: Any) -> FastAPI:
+    """Returns the application with options of `dflash-serve`, and with arguments of `create_app`."""
+    own = {key: options.pop(key) for key in OF_SERVER if key in options}
+    return create_app(engine, ServeConfig(target=name, **options), **own)
+
+
 @contextlib.contextmanager
 def serving(engine: AsyncEngine, port: int = 0, **options: Any) -> Iterator[str]:
     """Runs a server in a thread, and yields its URL."""
     ready = threading.Event()
     with bind("127.0.0.1", port) as listener:
-        server = Server(create_app(engine, "org/tiny", **options), ready=ready.set, stop=engine.close)
+        server = Server(make_app(engine, **options), ready=ready.set, stop=engine.close)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         url = url_of(listener)
         thread.start()

@@ -50,7 +50,7 @@ ENDLESS = {"ignore_eos": True}
 
 
 def test_answer_has_the_requested_model_name(target: Target) -> None:
-    with serving(make_engine(target, None), aliases=["also"]) as url:
+    with serving(make_engine(target, None), served_model_name=("org/tiny", "also")) as url:
         client = client_of(url)
         for name in ("org/tiny", "also"):
             body = {"model": name, "messages": MESSAGES, "max_tokens": 2}
@@ -144,7 +144,7 @@ def test_answer_has_vllm_draft_metrics(
 ) -> None:
     longest = drafter.config.block_size - 1
     assert not hasattr(ask(client, max_tokens=2), "metrics")
-    with serving(make_engine(target, drafter), per_request_spec_decode_metrics=level) as url:
+    with serving(make_engine(target, drafter), drafter="d", per_request_spec_decode_metrics=level) as url:
         asking = client_of(url)
         answer = ask(asking, temperature=0, max_tokens=16)
         usages = {"include_usage": True}

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from conftest import make_drafter, make_target
 from fastapi.testclient import TestClient
-from live_server import LATE_S, LONG, Gate, ask, collect, gated, make_engine, wait_until
+from live_server import LATE_S, LONG, Gate, ask, collect, gated, make_app, make_engine, wait_until
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.runtime import (
@@ -31,7 +31,6 @@ from dflash_toolkit.runtime import loop as loop_module
 from dflash_toolkit.runtime.connection import RequestFailedError
 from dflash_toolkit.runtime.wire import Channel
 from dflash_toolkit.serve import processes
-from dflash_toolkit.serve.app import create_app
 from dflash_toolkit.serve.config import AdaptOptions
 from dflash_toolkit.serve.service import EventResponse
 
@@ -50,7 +49,7 @@ def test_progress_adds_up_to_the_generation(target: Target, drafter: Drafter) ->
 
 def test_device_failure_without_rows_is_noticed(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(target, None)
-    client = TestClient(create_app(engine, "m"), raise_server_exceptions=False)
+    client = TestClient(make_app(engine, "m"), raise_server_exceptions=False)
     body = {"model": "m", "prompt": [1, 2], "max_tokens": 4}
     assert client.post("/v1/completions", json=body).status_code == 200
 
@@ -87,7 +86,7 @@ def test_failing_request_ends_alone_and_is_logged(
     for found, prompt in ((first, [1]), (last, [2, 3])):
         tokens = [token for progress in found for token in progress.tokens]
         assert tokens == generate(target, drafter, prompt, LONG).tokens
-    client = TestClient(create_app(engine, "m"))
+    client = TestClient(make_app(engine, "m"))
     body = {"model": "m", "prompt": [7, 7], "max_tokens": 9, "ignore_eos": True}
     reply = client.post("/v1/completions", json=body, headers={"x-request-id": "that-one"})
     assert reply.status_code == 500 and reply.json()["error"]["code"] == "request_failed"
@@ -139,7 +138,7 @@ def test_an_idle_engine_captures_what_is_missing(
         return bool(missing and missing.pop() + 1)
 
     monkeypatch.setattr(engine.engine, "prepare", prepare)
-    client = TestClient(create_app(engine, "m"))
+    client = TestClient(make_app(engine, "m"))
     body = {"model": "m", "prompt": [1, 2], "max_tokens": 4}
     for _ in range(2):
         assert client.post("/v1/completions", json=body).status_code == 200
@@ -151,7 +150,7 @@ def test_an_idle_engine_captures_what_is_missing(
 
 def test_hung_step_fails_the_health_check(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(target, None)
-    app = create_app(engine, "m")
+    app = make_app(engine, "m")
 
     async def play() -> list[int]:
         transport = httpx.ASGITransport(app)
@@ -321,7 +320,7 @@ def test_device_failure_while_removing_a_request_ends_the_engine(
 
     assert asyncio.run(asyncio.wait_for(play(), LATE_S)) == [EngineClosedError, EngineClosedError]
     assert "the device is gone" in str(engine.broken)
-    health = TestClient(create_app(engine, "org/tiny")).get("/health")
+    health = TestClient(make_app(engine)).get("/health")
     assert health.status_code == 503 and "restart the server" in health.text
 
 
@@ -370,7 +369,7 @@ def test_last_text_and_end_of_a_stream_are_one_write(target: Target) -> None:
 
         read: list[bool] = []
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
-        await asyncio.wait_for(create_app(engine, "m")(scope, receive, send), LATE_S)
+        await asyncio.wait_for(make_app(engine, "m")(scope, receive, send), LATE_S)
         return [part for part in sent if part]
 
     engine = make_engine(target, None)
@@ -388,7 +387,7 @@ def test_error_code_separates_failure_from_shutdown(target: Target, failed: bool
         engine._loop.failure = RuntimeError("the device is gone")
     engine.close()
     engine.join(LATE_S)
-    client = TestClient(create_app(engine, "org/tiny"))
+    client = TestClient(make_app(engine))
     reply = client.post("/v1/completions", json={"model": "org/tiny", "prompt": [1]})
     code = "engine_failed" if failed else "server_shutting_down"
     assert reply.status_code == 503 and reply.json()["error"]["code"] == code
@@ -404,7 +403,7 @@ def test_the_metrics_hold_the_mean_acceptance_length(target: Target) -> None:
         num_speculative_tokens=7, page_size=4, max_num_seqs=3, synthetic=SyntheticAcceptance(rate=1.0)
     )
     engine = AsyncEngine(load_engine(target, make_drafter(target), options=certain)[0], target.tokenizer)
-    client = TestClient(create_app(engine, "org/tiny"))
+    client = TestClient(make_app(engine))
     steps = committed = accepted = 0
     for i in range(6):
         ask = {"model": "org/tiny", "prompt": [1, i], "max_tokens": 20, "ignore_eos": True, "temperature": 0}
@@ -432,7 +431,7 @@ def test_acceptance_is_counted_by_prompt_length_and_key() -> None:
     )
     engine = AsyncEngine(load_engine(target, make_drafter(target), options=options)[0], target.tokenizer)
     keys = [f"secret{number}" for number in range(66)]
-    client = TestClient(create_app(engine, "org/tiny", keys))
+    client = TestClient(make_app(engine, api_keys=keys))
     used = {}
     for key, length, groups in ((0, 3, ("1-512", "0")), (1, 512, ("1-512", "1")), (1, 513, ("513-2048", "1")),
                                 (64, 2, ("1-512", "other")), (65, 2, ("1-512", "other"))):  # fmt: skip
@@ -457,7 +456,7 @@ def test_metrics_count_rows_of_steps_and_nodes_of_draft_trees(target: Target) ->
         num_speculative_tokens=7, page_size=4, max_num_seqs=3, draft_tree=12, synthetic=SyntheticAcceptance(rate=0.6)
     )
     engine = AsyncEngine(load_engine(target, make_drafter(target), options=options)[0], target.tokenizer)
-    client = TestClient(create_app(engine, "org/tiny"))
+    client = TestClient(make_app(engine))
     ask = {"model": "org/tiny", "prompt": [1, 2], "max_tokens": 40, "ignore_eos": True, "temperature": 0}
     over_trees = client.post("/v1/completions", json=ask).json()["usage"]["dflash"]
     undrafted = ask | {"speculative": {"num_speculative_tokens": 0}}

@@ -9,11 +9,10 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.testclient import TestClient
-from live_server import MESSAGES, make_engine
+from live_server import MESSAGES, make_app, make_engine
 from reciting import make_reciting
 
 from dflash_toolkit import Target
-from dflash_toolkit.serve.app import create_app
 from dflash_toolkit.serve.unknown import MAX_LISTED, MAX_LOGGED, MAX_NAME
 
 HEADER = "X-Dflash-Ignored-Parameters"
@@ -36,13 +35,13 @@ def target() -> Target:
 
 @pytest.fixture
 def client(target: Target) -> Iterator[TestClient]:
-    with TestClient(create_app(make_engine(target, None), "m")) as client:
+    with TestClient(make_app(make_engine(target, None), "m")) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def strict(target: Target) -> Iterator[TestClient]:
-    with TestClient(create_app(make_engine(target, None), "m", strict_parameters=True)) as client:
+    with TestClient(make_app(make_engine(target, None), "m", strict_parameters=True)) as client:
         yield client
 
 
@@ -152,7 +151,7 @@ def test_template_variables_without_effect_are_listed(target: Target, plain: boo
         "reasoning_effort": "high", "thinking": {"type": "enabled"}, "reasoning": {"enabled": True},
         "enable_thinking": True, "chat_template_kwargs": {"note": "x", "depth": 3, "enable_thinking": False},
     }  # fmt: skip
-    with TestClient(create_app(engine, "m", strict_parameters=not plain)) as client:
+    with TestClient(make_app(engine, "m", strict_parameters=not plain)) as client:
         body = CHAT | fields
         reply = client.post("/v1/chat/completions", json=body)
         if plain:
@@ -197,7 +196,7 @@ def test_description_allows_unknown_fields_unless_strict(client: TestClient, str
 
 def test_pages_of_allowed_sites_can_read_the_header(target: Target) -> None:
     origin = "https://chat.example"
-    with TestClient(create_app(make_engine(target, None), "m", allowed_origins=[origin])) as client:
+    with TestClient(make_app(make_engine(target, None), "m", allowed_origins=[origin])) as client:
         reply = client.post("/tokenize", json={"prompt": "a", "keep_alive": 5}, headers={"Origin": origin})
     assert ignored(reply) == ["keep_alive"] and reply.headers["access-control-allow-origin"] == origin
     assert HEADER.lower() in reply.headers["access-control-expose-headers"]

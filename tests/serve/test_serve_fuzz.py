@@ -12,10 +12,9 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 from forked import Command
-from live_server import LATE_S, make_engine
+from live_server import LATE_S, make_app, make_engine
 from reciting import make_reciting
 
-from dflash_toolkit.serve.app import create_app
 from dflash_toolkit.serve.endpoints.chat import ChatRequest
 from dflash_toolkit.serve.endpoints.completions import CompletionRequest
 from scripts import fuzz
@@ -29,7 +28,7 @@ ERROR = b'{"error": {"message": "m", "type": "invalid_request_error", "param": n
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    with TestClient(create_app(make_engine(make_reciting(), None), "m")) as client:
+    with TestClient(make_app(make_engine(make_reciting(), None), "m")) as client:
         return client.get("/openapi.json").json()
 
 

@@ -326,6 +326,6 @@ def test_draining_server_answers_in_anthropics_form(target: Target) -> None:
 
 def test_error_after_the_first_event_is_an_error_event(target: Target) -> None:
     engine = make_engine(target, None)
-    with gated(engine, 2), serving(engine, request_timeout_s=0.2) as url:
+    with gated(engine, 2), serving(engine, request_timeout=0.2) as url:
         *_, last = events_of(post(url, max_tokens=200, stream=True, temperature=0))
         assert last["type"] == "error" and last["error"]["type"] == "timeout_error"

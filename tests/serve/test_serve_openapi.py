@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 from jsonschema import Draft202012Validator
-from live_server import make_engine
+from live_server import make_app, make_engine
 from reciting import TOOLS, make_reciting
 from starlette.routing import Route
 
-from dflash_toolkit.serve.app import create_app
 from dflash_toolkit.serve.endpoints.responses_request import LOGPROBS
 
 MESSAGES = [{"role": "user", "content": "Please: h"}]
@@ -29,7 +28,7 @@ NAMED = {"type": "function", "function": {"name": "now"}}
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
-    with TestClient(create_app(make_engine(make_reciting(), None), "m")) as client:
+    with TestClient(make_app(make_engine(make_reciting(), None), "m")) as client:
         yield client
 
 
@@ -133,7 +132,9 @@ def test_body_outside_the_schema_gets_400(client: TestClient, document: dict[str
 def test_security_is_described_if_keys_are_required() -> None:
     with warnings.catch_warnings(action="error"):
         engine = make_engine(make_reciting(), None)
-        app = create_app(engine, "m", ["secret"], root_path="/under", aliases=["n"], admin_keys=["admin"])
+        app = make_app(
+            engine, "m", api_keys=["secret"], root_path="/under", served_model_name=("m", "n"), admin_keys=["admin"]
+        )
     with TestClient(app) as client:
         for path in ("/health", "/under/health"):  # with proxies that remove the path and with others
             assert client.get(path).status_code == 200

@@ -12,11 +12,10 @@ import httpx
 import pytest
 from browser import CHROMIUM, Page, browser
 from fastapi.testclient import TestClient
-from live_server import LATE_S, gated, make_engine, serving
+from live_server import LATE_S, gated, make_app, make_engine, serving
 
 from dflash_toolkit import Drafter, Target
 from dflash_toolkit.runtime import AsyncEngine
-from dflash_toolkit.serve.app import create_app
 from dflash_toolkit.serve.page import FILES, FOLDER
 
 NODE = shutil.which("node")
@@ -44,7 +43,7 @@ def chunks(client: TestClient, **more: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("more", [{}, {"stop": ["never there"]}, {"max_tokens": 1}])
 def test_steps_of_a_stream_hold_its_whole_text(engine: AsyncEngine, more: dict[str, Any]) -> None:
-    client = TestClient(create_app(engine, "m"))
+    client = TestClient(make_app(engine, "m"))
     plain = client.post("/v1/chat/completions", json=ASK | more).json()
     found = chunks(client, stream_options={"include_dflash": True, "include_usage": True}, **more)
     steps = [step for chunk in found for choice in chunk["choices"] for step in choice.get("dflash", ())]
@@ -58,7 +57,7 @@ def test_steps_of_a_stream_hold_its_whole_text(engine: AsyncEngine, more: dict[s
 
 
 def test_request_can_disable_the_drafter(engine: AsyncEngine) -> None:
-    client = TestClient(create_app(engine, "m"))
+    client = TestClient(make_app(engine, "m"))
     drafted = client.post("/v1/chat/completions", json=ASK).json()
     plain = client.post("/v1/chat/completions", json=ASK | {"speculative": {"num_speculative_tokens": 0}}).json()
     assert plain["choices"][0]["message"] == drafted["choices"][0]["message"]

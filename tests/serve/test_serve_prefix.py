@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 from conftest import make_drafter, make_target
 from fastapi.testclient import TestClient
-from live_server import make_engine
+from live_server import make_app, make_engine
 from reciting import make_reciting
 
 from dflash_toolkit import Drafter, Target
 from dflash_toolkit.acceptance import prompt_length_group
-from dflash_toolkit.serve.app import create_app
 
 PAGE = 4  # tokens of a page, see `make_engine`
 TEXT = "Please count to one hundred, slowly and without any mistake"
@@ -36,7 +35,7 @@ def counts(client: TestClient, **headers: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("route", BODIES)
 def test_only_equal_salts_share_a_prefix(target: Target, drafter: Drafter, route: str) -> None:
-    client = TestClient(create_app(make_engine(target, drafter), "org/tiny"))
+    client = TestClient(make_app(make_engine(target, drafter)))
     body, found, texts = {"model": "org/tiny", "temperature": 0} | BODIES[route], [], set[str]()
     for salt in ("a", "b", None, "a", "b", None):
         reply = client.post(f"/v1/{route}", json=body | {"cache_salt": salt}).json()
@@ -59,7 +58,7 @@ def test_a_prefix_is_separate_per_key_on_request(kind: str, per_key: bool) -> No
     target = make_target(kind)
     drafter = make_drafter(target)
     keys, body = ("k0", "k1"), {"model": "org/tiny", "prompt": [7] * 40, "max_tokens": 3}
-    client = TestClient(create_app(make_engine(target, drafter), "org/tiny", keys, prefix_cache_per_key=per_key))
+    client = TestClient(make_app(make_engine(target, drafter), api_keys=keys, prefix_cache_per_key=per_key))
     found = []
     for key, salt in (("k0", None), ("k1", None), ("k1", "0:"), ("k1", None), ("k0", "a"), ("k1", "a"), ("k0", "a")):
         headers = {"Authorization": f"Bearer {key}"}
@@ -84,7 +83,7 @@ def test_a_prefix_is_separate_per_key_on_request(kind: str, per_key: bool) -> No
 def test_a_chat_finds_its_last_turn_up_to_removed_thoughts() -> None:
     """The template of the reciting target writes no thoughts into the history, so only the answers differ."""
     reciter = make_reciting()
-    client, answered = TestClient(create_app(make_engine(reciter, make_drafter(reciter)), "m")), 0
+    client, answered = TestClient(make_app(make_engine(reciter, make_drafter(reciter)), "m")), 0
     messages = [{"role": "user", "content": TEXT}]
     for _ in range(3):
         body = {"model": "m", "messages": messages, "chat_template_kwargs": {"enable_thinking": True}}
@@ -97,7 +96,7 @@ def test_a_chat_finds_its_last_turn_up_to_removed_thoughts() -> None:
 
 
 def test_prefix_metrics_count_answers_that_a_stop_string_ends(target: Target, drafter: Drafter) -> None:
-    client = TestClient(create_app(make_engine(target, drafter), "org/tiny"))
+    client = TestClient(make_app(make_engine(target, drafter)))
     body = {"model": "org/tiny", "prompt": [7] * 40, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
     reply = client.post("/v1/completions", json=body | {"stop": text[4:6]}).json()
@@ -108,5 +107,5 @@ def test_prefix_metrics_count_answers_that_a_stop_string_ends(target: Target, dr
 
 
 def test_without_a_request_the_hit_rate_is_zero(target: Target) -> None:
-    client = TestClient(create_app(make_engine(target, None), "org/tiny"))
+    client = TestClient(make_app(make_engine(target, None)))
     assert counts(client)["dflash:prefix_cache_hit_rate"] == 0

@@ -158,7 +158,7 @@ def test_full_queue_gets_429_with_retry_after(target: Target) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_late_answer_is_aborted_and_its_pages_are_freed(target: Target, streamed: bool) -> None:
     engine = make_engine(target, None)
-    with gated(engine, 2) as gate, serving(engine, request_timeout_s=0.2) as url:
+    with gated(engine, 2) as gate, serving(engine, request_timeout=0.2) as url:
         reply = httpx.post(f"{url}/v1/completions", json=LONG | {"stream": streamed}, timeout=LATE_S)
         assert reply.status_code == (200 if streamed else 504) and "deadline_exceeded" in reply.text
         gate.wait_idle()

@@ -251,7 +251,7 @@ def test_unsupported_parameter_gets_400_with_its_name(recited: str, options: dic
 def test_error_after_the_first_event_is_response_failed(target: Target) -> None:
     engine = make_engine(target, None)
     body = {"model": "org/tiny", "input": "a", "stream": True, "ignore_eos": True}
-    with gated(engine, 2), serving(engine, request_timeout_s=0.2) as url:
+    with gated(engine, 2), serving(engine, request_timeout=0.2) as url:
         reply = httpx.post(f"{url}/v1/responses", json=body, timeout=LATE_S)
         *_, last = reply.text.strip().split("\n\n")
         name, _, data = last.partition("\n")

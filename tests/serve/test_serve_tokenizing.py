@@ -10,12 +10,11 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.testclient import TestClient
-from live_server import LATE_S, make_engine, serving, wait_until
+from live_server import LATE_S, make_app, make_engine, serving, wait_until
 from pydantic import ValidationError
 
 from dflash_toolkit import Target, __version__
 from dflash_toolkit.data.prompts import encode_chat
-from dflash_toolkit.serve.app import create_app
 from dflash_toolkit.serve.endpoints.chat import MAX_MESSAGES, ChatRequest
 from dflash_toolkit.serve.endpoints.completions import CompletionRequest
 from dflash_toolkit.serve.endpoints.tokens import DetokenizeRequest
@@ -29,7 +28,7 @@ MESSAGES = [{"role": "user", "content": "Why is the sky blue?"}]
 
 @pytest.fixture(scope="module")
 def client(target: Target) -> TestClient:
-    return TestClient(create_app(make_engine(target, None), "m"))
+    return TestClient(make_app(make_engine(target, None), "m"))
 
 
 def test_tokenize_and_detokenize_round_trip(client: TestClient, target: Target) -> None:

@@ -18,6 +18,7 @@ from dflash_toolkit.doctor.cli import main as dflash_doctor
 from dflash_toolkit.evaluation.cli import main as dflash_eval
 from dflash_toolkit.runtime import AsyncEngine, EngineOptions, load_engine
 from dflash_toolkit.serve.app import create_app
+from dflash_toolkit.serve.config import ServeConfig
 from dflash_toolkit.train.cli import main
 
 SENTENCES = {
@@ -107,7 +108,8 @@ def test_a_learnt_text_is_served_and_evaluated_with_trees(learnt: Learnt, tmp_pa
     trees = {"draft_tree": 20, "draft_tree_width": 4, "num_speculative_tokens": BLOCK - 1}
     options = EngineOptions(max_num_seqs=2, kv_cache_tokens=600, page_size=4, **trees)
     engine, _ = load_engine(str(learnt.target_dir), str(learnt.drafter_dir), "cpu", "float32", options)
-    client = TestClient(create_app(AsyncEngine(engine, learnt.target.tokenizer), "org/learnt"))
+    app = create_app(AsyncEngine(engine, learnt.target.tokenizer), ServeConfig(target="org/learnt"))
+    client = TestClient(app)
     for text, answer in SENTENCES.items():
         body = {"model": "org/learnt", "messages": [{"role": "user", "content": text}], "temperature": 0}
         assert client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] == answer
