@@ -101,7 +101,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: Collection[int]) -> None:
         self._tokenizer, self._vocabulary, self._eos = tokenizer, vocabulary, frozenset(eos)
-        self._compiled: OrderedDict[Grammar, Future[Any]] = OrderedDict()  # that used last is last
+        self._compiled: OrderedDict[Grammar, Future[Any]] = OrderedDict()  # the most recently used one is last
         self._vocabularies: dict[bool, _Vocabulary] = {}  # without special tokens, and with them
         self._lock, self._first = threading.Lock(), threading.Lock()
 

@@ -20,7 +20,7 @@ class Roofline:
     capability: tuple[int, int]
     memory_gib: float  # as PyTorch reports it
     bandwidth_tb_s: float
-    bf16_tflops: float  # of the fp32 cores, without such tensor cores
+    bf16_tflops: float  # rate of the fp32 cores, without such tensor cores
     fp8_tflops: float  # 0 without such tensor cores
     measured_tb_s: float | None = None
 

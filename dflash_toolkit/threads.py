@@ -10,7 +10,7 @@ import contextlib
 import os
 from pathlib import Path
 
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # limit of a container
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPINS = 1000  # for libgomp; libomp sleeps at once
 _added: set[str] = set()  # to the environment

@@ -140,7 +140,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def sample(module: str, source: str, limit: int, seed: int) -> list[Fault]:
-    """So many faults of a module, the same ones every time, and more of them with a greater limit; 0 takes all."""
+    """A number of faults of a module, the same ones every time, and more of them with a greater limit; 0 takes all."""
     found = faults(source)
     random.Random(f"{seed} {module}").shuffle(found)
     return sorted(found[: limit or None], key=lambda fault: fault.line)

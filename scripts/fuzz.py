@@ -39,7 +39,7 @@ from scripts.fuzz_cases import Case, Cases, request
 ANSWER_S = 120.0  # longest wait for an expected answer
 PATIENCE_S = 1.0  # wait for an answer to broken HTTP, which the server may take for an unfinished request
 MAX_STALL = 25  # processor time that a thread may take before /health is answered, in units of `loop_seconds`
-MAX_PEAK, MAX_GROWTH = 512, 256  # MiB that the server may take in addition, for a while and at the end
+MAX_PEAK, MAX_GROWTH = 512, 256  # MiB that the server may use in addition, for a while and at the end
 MIB = 1 << 20
 LAST = re.compile(rb"data: \[DONE\]|^event: (response\.(completed|incomplete)|message_stop)\b", re.MULTILINE)
 BAD_LOG = re.compile(r"Traceback \(most recent call last\)|\bCRITICAL\b|exception in ASGI|never (retrieved|awaited)")
@@ -156,7 +156,7 @@ class Rules:
         if reply.status >= 500 and not (reply.status == 503 and "retry-after" in reply.headers):
             return shown
         if case.replies is None and reply.status in (400, 408, 431) and not reply.body.startswith(b"{"):
-            return None  # of the HTTP layer
+            return None  # a reply of the HTTP layer
         described = self._document["paths"].get(case.path, {}).get(case.method, {"responses": {}})["responses"]
         if described and str(reply.status) not in described and case.replies is not None:
             return f"undescribed status {shown}"
@@ -295,7 +295,7 @@ class Fuzzer:
     url: str
     document: dict[str, Any]
     seed: int = 0
-    number: int = 0  # of the next case
+    number: int = 0  # number of the next case
     failures: list[str] = field(default_factory=list)
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
     running: list[str] = field(default_factory=list)

@@ -13,7 +13,7 @@ from typing import Any
 from scripts.fuzz_values import GARBAGE, HEADERS, SIZES, TEXTS, hostile, repeated
 
 MARK = "@hostile@"  # replaced by JSON that json.dumps would not write
-MAX_DEPTH = 9  # of fields within fields
+MAX_DEPTH = 9  # depth of fields within fields
 LENGTHS = ("max_tokens", "max_output_tokens")  # bounded, so that a case costs little
 Step = tuple[str, Any]  # ("option", index), ("item", None) or ("name", property)
 
@@ -126,7 +126,7 @@ class Bodies:
         """Returns a hostile value for a place, often one of a type that the schema allows there."""
         node = self.schema_at(path, place)
         kind = dice.choice([each for each in self.types(node) if each not in ("null", "boolean")] or [""])
-        if dice.random() < 0.2:  # what is allowed, or just not
+        if dice.random() < 0.2:  # a value that is just allowed, or just not
             bounds = [node[name] + more for name in ("minimum", "maximum") if name in node for more in (-1, 0, 1)]
             return json.dumps(dice.choice([*bounds, self.example(node, dice, 0.5)])).encode()
         lists = [each for each in (node, *map(self._resolved, _options(node))) if "items" in each]

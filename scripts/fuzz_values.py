@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-SIZES = (1000, 65_535, 65_537, 300_000, 2_000_000, 4_000_000)  # of large values, in bytes; a body may have 4 MiB
+SIZES = (1000, 65_535, 65_537, 300_000, 2_000_000, 4_000_000)  # sizes of large values, in bytes; a body may have 4 MiB
 
 
 def repeated(item: bytes, size: int) -> bytes:

@@ -54,7 +54,7 @@ def without_folders(argument: str) -> str:
 def captured(work: Callable[..., Any], *args: Any) -> torch.cuda.CUDAGraph:
     """Captures `work(*args)` as a CUDA graph, after running it once."""
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # that stream may still write the inputs
+    stream.wait_stream(torch.cuda.current_stream())  # the stream may still write the inputs
     with torch.cuda.stream(stream):
         work(*args)  # compiles
     torch.cuda.synchronize()
@@ -102,7 +102,7 @@ def turn(together: Sequence[str] | None) -> Iterator[None]:
         yield
 
 
-# ---- loads: so many requests at a time ------------------------------------------------------------------------------
+# ---- loads: requests at a time ---------------------------------------------------------------------------------------
 
 
 class StepEngine(Protocol):

@@ -236,7 +236,7 @@ class Unchanged:
 
     always: frozenset[int]  # lines that run when it is imported
     tests: tuple[Test, ...]
-    modules: tuple[str, ...]  # that they import
+    modules: tuple[str, ...]  # modules that they import
 
     def reaching(self, lines: range) -> list[Test]:
         """The tests that come to any of these lines, the quickest of a file first; all, where importing does."""
@@ -473,7 +473,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"mutate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("mutate: interrupted; run again to go on", file=sys.stderr)
+        print("mutate: interrupted; run again to resume", file=sys.stderr)
         return 130
     print(report(results, given.only))
     print(f"\n{time.monotonic() - began:.0f} s; survivors may be equivalent: read each of them", file=sys.stderr)

@@ -294,11 +294,11 @@ def randomise(views: Iterable[tuple[str, Tensor]], device: torch.device, seed: i
             view.fill_(1.0)
         elif name.endswith("_scale_inv"):
             view.fill_(STD / FP8_STD)
-        elif name.endswith("_blocks"):  # of MXFP4
+        elif name.endswith("_blocks"):  # MXFP4
             view.random_(generator=generator)
         elif name.endswith("_scales"):
             view.fill_(MXFP4_SCALE)
-        elif view.dtype == torch.int16:  # of INT4
+        elif view.dtype == torch.int16:  # INT4
             view.random_(-(1 << 15), 1 << 15, generator=generator)
         elif view.dtype == torch.uint8 and name.endswith("_zero"):
             view.fill_(SYMMETRIC_ZERO)

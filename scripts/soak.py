@@ -62,7 +62,7 @@ REFUSED: tuple[tuple[str, Any], ...] = (
     ("/v1/nothing", {}),
 )
 GARBAGE = (b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/chat/completions HTTP/1.1\r\nContent-Le")
-MEMORY_MIB = 128  # that a process may take in addition during the last 40 % of the requests
+MEMORY_MIB = 128  # memory that a process may use in addition during the last 40 % of the requests
 GONE = (httpx.TransportError, httpx.StreamError)
 
 
@@ -74,7 +74,7 @@ class Server:
     port: int
     process: Any = None
     log: Any = None
-    codes: list[int] = field(default_factory=list)  # that it exited with
+    codes: list[int] = field(default_factory=list)  # exit codes
 
     @property
     def url(self) -> str:

@@ -284,7 +284,7 @@ def compare(ours: Path, *peers: Path) -> Table:
     is our inter-token p99 to that without the prompt.
 
     Raises:
-        UserError: a file that is not such a result, or results that were not measured alike.
+        UserError: a file that is not such a result, or results that were measured differently.
     """
     results = []
     for path in (ours, *peers):
@@ -302,8 +302,8 @@ def compare(ours: Path, *peers: Path) -> Table:
     theirs = [row for result in results[1:] for row in result["rows"]]
     rows = []
     for row in results[0]["rows"]:
-        alike = [other for other in theirs if _comparable(row, other)]
-        best = min(alike, key=_cost, default=None)
+        same = [other for other in theirs if _comparable(row, other)]
+        best = min(same, key=_cost, default=None)
         rows.append(_compared(row, best))
     columns = (
         "workload", "requests", "way", "vLLM's", "tokens/s", "vLLM", "ratio", "goal", "first token ms", "vLLM",

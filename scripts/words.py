@@ -31,7 +31,7 @@ PHRASE = re.compile(
 )
 
 # Occurrences per 1,000 lines. Folders that are not listed have DEFAULT; MINIMUM occurrences are always allowed.
-DEFAULT = 5
+DEFAULT = 3
 MINIMUM = 3
 ALLOWED: dict[str, int] = {}
 DOCUMENT_WORDS = 22_000

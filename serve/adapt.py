@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from .config import ServeConfig
 
 log = logging.getLogger("dflash_toolkit.serve")
-PACK_TOKENS, SHARED_PACK_TOKENS = 12288, 4096  # of a training batch on a GPU of its own, and on the engine's
+PACK_TOKENS, SHARED_PACK_TOKENS = 12288, 4096  # tokens of a training batch on a GPU of its own, and on the engine's
 BYTES_PER_PARAMETER = 28  # fp32: weights, gradients, two moments, average, and two served versions
 WORKSPACE = 8 << 30  # bytes of a training step, of the head and of CUDA
-LEAST_SHARE = 0.2  # of the GPU's memory that the engine keeps
+LEAST_SHARE = 0.2  # share of the GPU's memory that the engine keeps
 SHARED_PACK_BLOCKS = 384
-FIRST_LAYERS = 2  # of a new drafter for a small target: it learns in half the time, and five are little better
+FIRST_LAYERS = 2  # layers of a new drafter for a small target: it learns in half the time, and five are little better
 ANCHORS = 8  # blocks of a request and step on a CPU: few blocks of many requests teach more than many blocks of one
 
 

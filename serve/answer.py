@@ -22,7 +22,7 @@ class StepText:
     drafted: int
     accepted: int
     tokens: int
-    text: tuple[str, str]  # of the accepted drafts, and of the target's own token after them
+    text: tuple[str, str]  # text of the accepted drafts, and of the target's own token after them
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Piece:
     """Holds a part of an answer that can be sent."""
 
     text: str
-    tokens: tuple[AnswerToken, ...] = ()  # those whose text starts here, if log-probabilities were requested
+    tokens: tuple[AnswerToken, ...] = ()  # tokens with text that starts here, if log-probabilities were requested
     deltas: tuple[Delta, ...] | None = None  # the parsed text; None: it is not parsed
     steps: tuple[StepText, ...] = ()  # the steps that made the text, if they were requested
     echo: Echo | None = None  # the prompt that the text begins with
@@ -62,7 +62,7 @@ class AnswerOptions:
     include_stop: bool = False  # include the stop string or token in the text
     least: int = 0  # tokens before a stop string can end the answer
     before: Sequence[int] = ()  # tokens that the text continues
-    shown: Collection[str] = ()  # special tokens whose text is returned
+    shown: Collection[str] = ()  # special tokens with text that is returned
     strings: TokenStrings | None = None  # set if log-probabilities are requested; the progress must then hold them
     ids: bool = False  # pieces carry their tokens
     follow: bool = False  # pieces carry their steps
@@ -95,10 +95,10 @@ class Answer:
         self.prompt_tokens = prompt_tokens
         self.tokens: list[int] = []  # includes the token that ended the answer
         self.verify_steps = self.drafted = self.accepted = 0
-        self.cached_tokens = 0  # of the prompt
+        self.cached_tokens = 0  # in the prompt
         self.reasoning_tokens = 0  # includes the mark that ends the reasoning
         self.drafts: list[tuple[int, int]] = []  # drafted and accepted tokens of each step, with `trace`
-        self.versions = 0, 0  # of target and drafter
+        self.versions = 0, 0  # target and drafter
         self.finish_reason: FinishReason | None = None
         self.committed = 0  # by verify steps; tokens after a stop string in the last step count here only
         self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, options.before, options.shown)

@@ -42,7 +42,7 @@ def create_app(
     Args:
         api_keys: accepted keys; empty: no key is required.
         admin_keys: keys that may replace the weights; empty: there is no such route.
-        excluded: numbers of API keys from whose requests a trainer may not learn.
+        excluded: numbers of API keys with requests that a trainer may not learn from.
         defaults: sampling parameters for requests that omit them (`defaults.py`).
         state: shared with the server.
     """

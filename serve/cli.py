@@ -27,7 +27,7 @@ Serves a target over OpenAI's API. A drafter makes decoding faster and does not 
 the server decodes plainly. Requests are batched continuously: every step can add and remove some."""
 EXAMPLE = "dflash-serve --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --max-model-len 16384"
 MAX_FOLDER = 96  # bytes; a socket's path has at most 107
-EXTRA = ("fastapi", "pydantic", "uvicorn", "prometheus_client", "httptools")  # what `dflash-toolkit[serve]` installs
+EXTRA = ("fastapi", "pydantic", "uvicorn", "prometheus_client", "httptools")  # from the extra `serve`
 
 
 def main(argv: Sequence[str] | None = None) -> int:

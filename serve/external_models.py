@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .external import Engine
 
 SPECULATORS = {each.kind: each.names[0] for each in architectures()}  # speculators_model_type -> architecture
-SLIDING = "sliding layers or is_causal"  # of DFlashDraftModel; older releases silently ignore them
+SLIDING = "sliding layers or is_causal"  # features of DFlashDraftModel; older releases silently ignore them
 
 
 @dataclass(frozen=True)

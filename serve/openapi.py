@@ -222,7 +222,7 @@ def _operation(
         content = {"contentMediaType": "application/json", "contentSchema": _reference(events)}
         data = {"type": "string", "anyOf": [{"const": "[DONE]"}, content]}
         event = {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
-        success["content"]["text/event-stream"] = {"itemSchema": event}  # of OpenAPI 3.2; FastAPI writes it too
+        success["content"]["text/event-stream"] = {"itemSchema": event}  # a field of OpenAPI 3.2; FastAPI writes it too
     statuses = {405, 500, *errors} | ({503} if key else set()) | ({401} if keyed else set())
     statuses |= {400, 413, 415} if body is not None else set()
     refused = {

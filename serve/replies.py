@@ -79,7 +79,7 @@ class Replies:
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
     end: bytes = DONE
     prompt_ids: Sequence[Sequence[int]] = ()  # prompt tokens of each answer, if tokens were requested
-    _begun: set[int] = field(default_factory=set)  # answers whose prompt tokens were sent
+    _begun: set[int] = field(default_factory=set)  # answers with prompt tokens that were sent
 
     def event(self, chunk: dict[str, Any]) -> bytes:
         return event(chunk)
@@ -115,7 +115,7 @@ class Replies:
             contents: list[dict[str, Any]] = [{"text": piece.text}]
         elif piece.deltas is None:
             contents = [{"delta": {"content": piece.text}}]
-        else:  # an empty delta carries tokens whose text is held back
+        else:  # an empty delta carries tokens with text that is held back
             contents = [{"delta": _delta(delta)} for delta in piece.deltas] or [{"delta": {}}]
         chunks = [
             self._chunk(index, each, () if i else piece.tokens, None, piece.echo) for i, each in enumerate(contents)

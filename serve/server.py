@@ -272,7 +272,7 @@ class Connection(HttpToolsProtocol):
         return running is not self.cycle or running.response_started or not running.more_body
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Returns whether to keep a connection whose client has closed its sending side; `nc -N` still reads."""
+        """Returns whether to keep a connection after its client has closed its sending side; `nc -N` still reads."""
         encrypted = self.transport.get_extra_info("sslcontext") is not None
         if not self._answers or self.scope["http_version"] == "1.0" or encrypted:
             return False

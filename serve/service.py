@@ -34,7 +34,7 @@ from .unknown import UnknownFields
 if TYPE_CHECKING:
     from .config import ServeConfig
 
-MAX_LOGPROBS_OF_ANSWERS = 1 << 23  # of several whole answers, likewise; they are in memory until the last one ends
+MAX_LOGPROBS_OF_ANSWERS = 1 << 23  # in several whole answers; they are in memory until the last one ends
 MAX_PROMPT_LOGPROBS = 1 << 19  # in one request, those of the most probable tokens included
 Batch: TypeAlias = list[tuple[int, Piece | None]]  # pieces with the index of their answer; None ends it
 log = logging.getLogger("dflash_toolkit.serve")

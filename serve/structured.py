@@ -33,7 +33,7 @@ class NamedSchema(Strict):
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")  # of Together and llama.cpp, instead of `json_schema`
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # Together and llama.cpp call it so
     format: dict[str, Any] | None = None
 
     @model_validator(mode="after")

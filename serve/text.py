@@ -14,7 +14,7 @@ class Vocabulary:
     """Caches what the detokenizers of one tokenizer share.
 
     Args:
-        shown: special tokens whose text is returned.
+        shown: special tokens with text that is returned.
     """
 
     def __init__(self, tokenizer: Any, shown: frozenset[str]) -> None:
@@ -64,7 +64,7 @@ class Detokenizer:
 
     Args:
         before: tokens that the text continues.
-        shown: special tokens whose text is returned.
+        shown: special tokens with text that is returned.
     """
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = (), shown: Collection[str] = ()) -> None:
@@ -73,8 +73,8 @@ class Detokenizer:
         # the tokens of the last piece and those after it; SentencePiece drops the space at the start of a text, so the
         # decoder must not see a start in the middle
         self._window: list[int] = list(before)
-        self._sent = len(before)  # tokens of the window whose text has been returned
-        # of a run of invalid bytes the window keeps the last tokens and this many first ones, which make it invalid
+        self._sent = len(before)  # tokens of the window with text that was returned
+        # for a run of invalid bytes the window keeps the last tokens and this many first ones, which make it invalid
         self._first = 0
 
     def add(self, tokens: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ MAX_LISTS = 65536  # in a body, objects included
 STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL)  # in JSON; matches at every quote, in linear time
 TINY_BODY = 8 * 1024  # bytes; parsed and encoded faster than a thread gets the interpreter lock from a busy loop
 SHORT_BODY = 64 * 1024  # bytes; longer bodies have threads of their own and wait only for each other
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for a request whose client has left
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a request after its client has left
 T = TypeVar("T")
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 

@@ -26,7 +26,7 @@ class Undeclared(NamedTuple):
     """A field that its model does not declare."""
 
     owner: type[Strict]
-    path: str  # of the owner, with a dot at its end; empty for the body
+    path: str  # path of the owner, with a dot at its end; empty for the body
     name: str
     value: Any
 

@@ -63,7 +63,7 @@ with contextlib.suppress(ImportError):  # `save_pretrained` would import DeepSpe
     import accelerate.utils.other
 
     accelerate.utils.other.is_deepspeed_available = lambda: False
-# every client would read the certificates of all authorities anew
+# every client would read the certificates of all authorities again
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
 
@@ -98,7 +98,7 @@ CONFIGS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where kernels are tested fresh memory holds NaN or wild integers, so that an element that nobody writes shows."""
+    """In tests of kernels fresh memory holds NaN or wild integers, so that an element that no kernel writes shows."""
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*args: object, **kwargs: object) -> Tensor:

@@ -11,7 +11,7 @@ RUNTIMES = ("auto", "engine", "reference")
 BATCH_SIZE = "prompts answered at a time (default: as many as the GPU's memory holds, at most 256; 32 on a CPU)"
 GREEDY_FIRST = "make the first of several responses greedy, at any temperature"
 PACKS = 128  # tokens of packs and joined rows are multiples of this
-OWN = "self:"  # of a source: the target writes the prompts itself
+OWN = "self:"  # prefix of a source: the target writes the prompts itself
 
 
 def own_count(name: str) -> int | None:

@@ -36,7 +36,7 @@ AVERAGE = 0.99  # decay per step of the average of the weights (default)
 WARMUP = 20  # steps in which the learning rate rises
 TOGETHER, TOKENS = 8, 8192  # held-out records that are computed together, and their tokens
 BLOCKS, BLOCKS_ON_CPU = 64, 16  # blocks of each that are computed together; a dense mask is quadratic in them
-STREAM = 4  # of `rng_for`: anchors of online steps
+STREAM = 4  # stream of `rng_for`: anchors of online steps
 
 
 @dataclass(frozen=True, eq=False)

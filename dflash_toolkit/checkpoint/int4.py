@@ -20,7 +20,7 @@ from ..config import UnsupportedModel
 from ..kernels.formats import Format, Int4
 from ..kernels.formats.int4 import SYMMETRIC_ZERO, ZERO_BITS, pack, quarter_of
 
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the columns of eight in an int32 of AWQ
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # order of the eight columns in an int32 of AWQ
 SLICE = 1024  # columns or rows that are converted at a time; a multiple of all blocks
 # last parts of the names of tensors -> what they hold
 PARTS = {

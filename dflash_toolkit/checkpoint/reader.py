@@ -214,7 +214,7 @@ class _Weights:
             tensor = read(stored)
             if convert is not None:
                 tensor = convert(tensor.to(view.device))
-            if name.endswith(".weight_scale") and tensor.numel() == 1:  # of a whole FP8 matrix
+            if name.endswith(".weight_scale") and tensor.numel() == 1:  # the scale of a whole FP8 matrix
                 tensor = tensor.reshape(1, 1).expand(view.shape)
             if view.dim() == 3 and tuple(tensor.shape) in _joined(*view.shape):
                 tensor = tensor.reshape(view.shape)  # its parts are apart in memory
@@ -261,7 +261,7 @@ def _joined(first: int, second: int, third: int) -> list[tuple[int, int]]:
 
 def text_name(stored: str) -> str:
     """Returns the name that a tensor has in a checkpoint without a vision tower."""
-    name = stored.removeprefix("language_model.")  # of Llama 4, and of the first releases of Gemma 3
+    name = stored.removeprefix("language_model.")  # prefix of Llama 4, and of the first releases of Gemma 3
     return name.replace("model.language_model.", "model.", 1)
 
 

@@ -23,7 +23,7 @@ from .text_calls import from_text
 
 # columns of whole chats; a list of messages is also read under any other name, except those of NO_CHAT
 CHATS = ("messages", "conversations", "conversation", "prompt", "turns")
-STRINGS = ("chat", "dialogue", "dialog", "data")  # of strings in turn
+STRINGS = ("chat", "dialogue", "dialog", "data")  # lists of strings in turn
 NO_CHAT = {"tools", "functions", "completion", "response", "output", "choices", "chosen", "rejected",
            "preferred_output", "non_preferred_output"}  # fmt: skip
 # columns with the prompt, in order of preference: alpaca's text holds its instruction and the answer too

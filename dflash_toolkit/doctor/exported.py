@@ -39,7 +39,7 @@ class Exported:
 
     known: bool = False  # there is a record
     findings: list[Finding] = field(default_factory=list)
-    edits: list[Edit] = field(default_factory=list)  # that restore the recorded weights
+    edits: list[Edit] = field(default_factory=list)  # these restore the recorded weights
     config: dict[str, Any] = field(default_factory=dict)  # the recorded values that config.json no longer has
     restorable: bool = False  # these edits and values give the exported drafter
 

@@ -24,11 +24,11 @@ from .remedies import causality_remedy, layer_ids_remedy, mask_remedy, rope_reme
 
 CLEAR_Z = 4.0  # standard errors; some sixty ways are tried
 CLEAR_TOKENS = 0.1  # accepted drafts a block
-CLEAR_SHARE = 0.05  # of the drafts that are accepted now
+CLEAR_SHARE = 0.05  # share of the drafts that are accepted now
 STRICT_RATIO = 2.0  # factor on the accepted drafts for a fault of the trainer
 STRICT_TOKENS = 0.25
 FROM_NOTHING = 10.0  # the same if there is no other evidence, as the drafter is bad even with it
-MOST = 0.6  # of the accepted drafts that were recorded
+MOST = 0.6  # share of the accepted drafts that were recorded
 PLAUSIBLE_TAU = 2.0  # tokens a step that a trained drafter reaches on nearly any text
 PLAUSIBLE_SHARE = 0.2  # instead, for a very short block, of its drafts
 PLAUSIBLE_RATIO = 1.3  # factor on the accepted drafts for a remedy that restores a drafter
@@ -243,7 +243,7 @@ class Swept:
 
     findings: list[Finding]
     setting: Setting  # with the causes of the low acceptance fixed
-    best_tau: float  # of anything tried
+    best_tau: float  # the best of anything tried
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ USELESS_TAU = 1.3  # below, a step costs about what it saves
 LOW_TAU = 2.0
 USELESS_FIRST = 0.2  # position-1 acceptance
 LOW_FIRST = 0.5
-UNKNOWN_RECALL = 0.25  # of slot 1, among the 16 best
+UNKNOWN_RECALL = 0.25  # recall of slot 1, among the 16 best
 LOW_RECALL = 0.6
 GAP_FAULT, GAP_WARNING = 0.8, 0.92  # decoded over teacher-forced tokens a step
 GAP_STEPS = 20  # fewer are not judged
 RECORDED = 0.6  # measured over recorded tokens a step
-CERTAIN_BEFORE, CERTAIN_AFTER = 0.7, 0.15  # of an untrained slot, in a drafter without a record
+CERTAIN_BEFORE, CERTAIN_AFTER = 0.7, 0.15  # for an untrained slot, in a drafter without a record
 CLIFF, CLIFF_Z = 0.5, 4.0  # acceptance of a slot over that of the one before, and the required certainty
 THINKING_FAULT, THINKING_WARNING = 2.0, 1.4  # accepted drafts in the other mode over those in this
 THINKING_Z = 3.0
@@ -38,7 +38,7 @@ class Known:
 
     exported: Exported
     target_same: bool  # its outputs are those of the export
-    best_tau: float = math.nan  # of every way that was tried
+    best_tau: float = math.nan  # the best of every way that was tried
 
     @property
     def as_exported(self) -> bool:

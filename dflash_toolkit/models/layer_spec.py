@@ -74,8 +74,8 @@ class AttentionSpec:
     causal: bool = True  # inside the block
     rope: Rope
     window: int = 0  # 0 is full attention; -C: rows see only their own chunk of C positions
-    factor: float | None = None  # of the scores; None: H ** -0.5
-    soft_cap: float = 0.0  # of the scores, see `PagedKV`; 0 is no cap
+    factor: float | None = None  # factor of the scores; None: H ** -0.5
+    soft_cap: float = 0.0  # cap of the scores, see `PagedKV`; 0 is no cap
     sinks: bool = False  # one more score of each head; its value is zero
     gated: bool = False  # a head's output is multiplied with the sigmoid of as many more numbers, after its query
     fused: bool = False  # checkpoints have queries, keys and values in one matrix
@@ -84,7 +84,7 @@ class AttentionSpec:
     values_are_keys: bool = False  # values are the keys before their norm and rotation
     normed_values: bool = False  # the values of every head are normed, without weights
     source: int | None = None  # an earlier layer of the same kind, with the keys and values; None: it has its own
-    weight: Format = DENSE  # of its matrices
+    weight: Format = DENSE  # format of its matrices
 
     @property
     def width(self) -> int:
@@ -158,7 +158,7 @@ class MlpSpec:
     """down(activation(gate(h)) * up(h))."""
 
     intermediate_size: int  # I
-    weight: Format = DENSE  # of its matrices
+    weight: Format = DENSE  # format of its matrices
     activation: Activation = "silu"
     fused: bool = False  # checkpoints have gates and ups in one matrix, all gates first
 

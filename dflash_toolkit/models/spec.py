@@ -44,7 +44,7 @@ class ModelSpec:
     rounds_embedding_scale: bool = False  # to the dtype of the weights, before it is multiplied
     tap_scale: float = 1.0  # outputs of the model's layers, over those of this stack
     unused_layers: int = 0  # more layers in checkpoints, which draft tokens
-    logit_scale: LogitScale = PLAIN  # of the head's products
+    logit_scale: LogitScale = PLAIN  # scale of the head's products
 
     @property
     def input_size(self) -> int:
@@ -110,7 +110,7 @@ class ModelSpec:
         if unknown := {*kinds} - {SLIDING, FULL, CHUNKED if chunk else FULL, "linear_attention"}:
             raise refusal(c, f"a layer of {min(unknown)!r}")
         for key in NOT_COMPUTED:
-            if (value := getattr(c, key, None)) and value != "vision":  # of images
+            if (value := getattr(c, key, None)) and value != "vision":  # images
                 raise refusal(c, f"architecture {c.model_type!r} with {key} {value!r}")
         architecture = ARCHITECTURES[c.model_type]
         if architecture.hybrid:

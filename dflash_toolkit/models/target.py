@@ -235,7 +235,7 @@ class Target:
 
     @property
     def restrictions(self) -> Restrictions:
-        """What generation_config.json forbids in every answer. Raises UserError, see `restrictions`."""
+        """The tokens that generation_config.json forbids in every answer. Raises UserError, see `restrictions`."""
         generation = getattr(self.model, "generation_config", None)
         return restrictions(self.name, generation, self.embedding.num_embeddings)
 

@@ -33,7 +33,7 @@ class Capture:
     """Finished requests that wait for a trainer.
 
     Args:
-        limit: bytes of waiting taps; requests that find no room are skipped, and serving goes on.
+        limit: bytes of waiting taps; requests that find no room are skipped, and serving continues.
 
     Attributes:
         skipped: number of skipped requests.

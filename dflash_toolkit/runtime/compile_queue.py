@@ -29,15 +29,15 @@ from .wire import CHUNK, Compiled, Compiling
 Lane: TypeAlias = Literal["fast", "slow"]
 SLOTS: dict[Lane, int] = {"fast": 2, "slow": 2}  # grammars compiled at the same time
 FAST_CPU_S, FAST_S = 1, 10.0
-MAX_GRAMMARS = 64  # that compile or wait
-MAX_OF_KEY = 16  # of one API key; of a server without keys: MAX_GRAMMARS
+MAX_GRAMMARS = 64  # grammars that compile or wait
+MAX_OF_KEY = 16  # grammars of one API key; of a server without keys: MAX_GRAMMARS
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class _Job:
     grammar: Grammar
-    key: str  # of the request that came first
+    key: str  # API key of the request that came first
     order: int
     lane: Lane = "fast"
     waiting: dict[tuple[Any, int], SamplingParams] = field(default_factory=dict)  # requests, by front end and number

@@ -76,7 +76,7 @@ class Progress:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if the request asked for them
     cached_tokens: int = 0  # prompt tokens from a prefix hit
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if the request asked for them
-    versions: tuple[int, int] = (0, 0)  # of target and drafter: how often their weights were replaced
+    versions: tuple[int, int] = (0, 0)  # target and drafter: how often their weights were replaced
 
 
 @dataclass(frozen=True, slots=True)

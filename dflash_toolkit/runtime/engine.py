@@ -41,7 +41,7 @@ from .trees.result import TreeStepResult
 from .weight_updates import update_drafter, update_head, update_target
 from .weights import DrafterWeights, TargetWeights
 
-VERSIONS = 8  # of drafters; steps of each are counted
+VERSIONS = 8  # drafters; steps of each are counted
 log = logging.getLogger(__name__)
 
 
@@ -50,7 +50,7 @@ class EngineStats:
     """Counts since the engine was created."""
 
     requests: int = 0  # finished
-    prompt_tokens: int = 0  # of requests with at least one token of their answer
+    prompt_tokens: int = 0  # prompts of requests with at least one token of their answer
     cached_prompt_tokens: int = 0  # prompt tokens from prefix hits
     generated_tokens: int = 0
     outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)  # verifications, counted per request, by
@@ -218,7 +218,7 @@ class Engine:
     def update_drafter(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies weights [named as in a checkpoint] over those of the drafter, between two steps.
 
-        Requests go on, and captured steps and the prefix cache stay valid: drafts only propose, so answers do not
+        Requests continue, and captured steps and the prefix cache stay valid: drafts only propose, so answers do not
         change. Keys and values that the old drafter wrote for the context stay too; they cost some acceptance until
         their pages are released. Expected acceptance and the calibration of trees are those of a new engine again.
         Ends `stop_drafting`.

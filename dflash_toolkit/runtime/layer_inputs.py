@@ -44,7 +44,7 @@ class LayerInputWeights(NamedTuple):
 
 
 class TokenInputWeights(NamedTuple):
-    """What makes the inputs of all layers, before the first one runs."""
+    """Weights that make the inputs of all layers, before the first one runs."""
 
     table: Tensor  # [V, L P]
     projection: Tensor  # [L P, D], of the embeddings that the first layer reads

@@ -9,7 +9,7 @@ import torch
 
 from ..kernels.features import features_of
 
-LEAST_ROWS = 256  # of a pass that is measured; fewer rows take as long as reading the weights
+LEAST_ROWS = 256  # least rows of a pass that is measured; fewer rows take as long as reading the weights
 MOST_AHEAD = 2  # slices of prompts in flight, so that a new request does not wait for more of them
 NEWEST = 5  # measurements that count
 FLOPS = 2e12  # per second and multiprocessor, until a pass was measured

@@ -39,11 +39,11 @@ from .timing import digest_of, place_of
 from .weights import DrafterWeights, TargetWeights
 
 META = torch.device("meta")
-LAYERS = 8  # of the target: at least one of each kind, with and without a tap
+LAYERS = 8  # layers of the target: at least one of each kind, with and without a tap
 SAMPLED_ROWS = 2  # requests; sampling launches the same kernels for larger batches
 MOST_PROCESSES = 32
 LONGEST_S = 300.0
-SHARES = 4  # of the passes, for each process
+SHARES = 4  # shares of the passes, for each process
 log = logging.getLogger(__name__)
 _running: dict[Path, "subprocess.Popen[bytes]"] = {}  # by the file that it writes when all kernels are compiled
 

@@ -16,7 +16,7 @@ from .request import Request
 from .request_table import RequestTable, name_of
 
 Result = TypeVar("Result")
-MAX_PASSES = 16  # of a turn, so that many short chunks do not delay the batch's next step
+MAX_PASSES = 16  # per turn, so that many short chunks do not delay the batch's next step
 Turn = Generator[bool, None, Result]  # yields True where a step may run
 log = logging.getLogger(__name__)
 

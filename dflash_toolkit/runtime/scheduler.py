@@ -18,7 +18,7 @@ from .request import Request, StepShape
 from .request_table import RequestTable
 from .wait_queue import WaitQueue
 
-SHARE = 0.7  # of a step that one prompt takes between two steps
+SHARE = 0.7  # share of a step that one prompt takes between two steps
 LONGEST_S = 0.2  # most time that several prompts take between two steps, unless a step takes longer
 
 

@@ -59,7 +59,7 @@ class States:
     stay: Tensor | None = (
         None  # int32 [B], committed rows of the last block. None: the chunk of a prompt, which is kept whole
     )
-    nodes: TreeInputs | None = None  # of all layers, for rows of trees: receives what `Stack.keep_path` needs
+    nodes: TreeInputs | None = None  # for all layers, for rows of trees: receives what `Stack.keep_path` needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Rows:
     page_table: Tensor  # int32 [B, pages of a request]
     page_size: int
     counts: Tensor | None = None  # int32 [B], rows of each request that are tokens; the rest is padding. None: all
-    states: States | None = None  # where layers are recurrent
+    states: States | None = None  # if layers are recurrent
     tree: TreeRows | None = None
     paths: Tensor | None = None  # int32 [B, N + 1, K + 1], see `Trees`; given with `tree`
     last: Tensor | None = None  # int64 [B], anchor tokens, for a stack with a module between its layers
@@ -375,7 +375,7 @@ class Stack:
         if fp8_cache:
             scales = {shape: new(layers, 2, shape[0], slots, dtype=dtype) for shape, layers in shapes.items()}
         memory, count = None, len(spec.delta_nets)
-        if count:  # all alike; slot 0 belongs to no request
+        if count:  # all equal; slot 0 belongs to no request
             net = spec.delta_nets[0]
             memory = DeltaMemory.empty(
                 count * (1 + max_num_seqs + kept_states), max_block, net.taps, net.channels, net.num_heads,

@@ -12,7 +12,7 @@ from .sampler import Mode
 from .timing import Shape, Times, measured_times, seconds_of
 from .trees.budget import ROWS
 
-SAMPLES = 3  # of each step; a start waits for them
+SAMPLES = 3  # per step; a start waits for them
 
 
 def measure_steps(runner: StepRunner, shapes: Collection[Shape]) -> Times:

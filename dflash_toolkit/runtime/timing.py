@@ -26,7 +26,7 @@ KERNELS = Path(__file__).parents[1] / "kernels"
 PASSES = ("graphs", "runner", "stack", "proposer", "verifier", "sampler", "batch_state", "step_times", "timing")
 NOISE = 1.02  # speed-up of a step with more rows that counts as noise
 AGAIN = 3  # maximum rounds of measuring again
-MEASURED_ROWS = 1024  # of a step; the times of longer blocks are extrapolated
+MEASURED_ROWS = 1024  # rows of a step; the times of longer blocks are extrapolated
 
 
 def measured_batches(max_num_seqs: int) -> list[int]:
@@ -88,12 +88,12 @@ def digest_of(key: object) -> str:
     return written.hexdigest()[:16]
 
 
-def cached_times(key: object, measure: Callable[[], Times], anew: bool = False) -> Times:
+def cached_times(key: object, measure: Callable[[], Times], again: bool = False) -> Times:
     """Returns times from the user's cache; measures and stores them if necessary.
 
     Args:
         key: everything they depend on, except the code.
-        anew: measure in any case.
+        again: measure in any case.
     """
     digest = digest_of(key)
     root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
@@ -101,7 +101,7 @@ def cached_times(key: object, measure: Callable[[], Times], anew: bool = False) 
         return measure()
     path = root / "dflash-toolkit" / f"times-{digest}.json"
     try:
-        if anew:
+        if again:
             raise FileNotFoundError
         return {tuple(shape): t for *shape, t in json.loads(path.read_text())["seconds"]}
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Reads checkpoints in a thread, so that decoding goes on, and hands them to the engine's loop."""
+"""Reads checkpoints in a thread, so that decoding continues, and hands them to the engine's loop."""
 
 import logging
 import queue

@@ -78,7 +78,7 @@ class Replaced(msgspec.Struct, tag="replaced", array_like=True):
 
     number: int
     error: str | None  # why they could not be used
-    versions: tuple[int, int]  # of target and drafter, see `Engine.versions`
+    versions: tuple[int, int]  # target and drafter, see `Engine.versions`
 
 
 class RollBack(msgspec.Struct, tag="roll_back", array_like=True):
@@ -106,7 +106,7 @@ class Item(msgspec.Struct, array_like=True):
     cached_tokens: int  # prompt tokens from a prefix hit
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if the request asked for them
     error: str | None = None  # the request failed, or was refused; nothing more comes
-    versions: tuple[int, int] = (0, 0)  # of target and drafter, see `Engine.versions`
+    versions: tuple[int, int] = (0, 0)  # target and drafter, see `Engine.versions`
 
 
 class Update(msgspec.Struct, tag="update", array_like=True):
@@ -144,7 +144,7 @@ class Stats(msgspec.Struct):
     tree_rows: dict[int, int] = {}  # the same for steps over draft trees only
     tree_nodes: list[int] = []  # verified nodes of draft trees, by depth
     tree_nodes_accepted: list[int] = []
-    versions: tuple[int, int] = (0, 0)  # of target and drafter
+    versions: tuple[int, int] = (0, 0)  # target and drafter
     by_version: dict[int, tuple[int, int]] = {}  # steps and their tokens, by the drafter's version
     adaptation: Adaptation | None = None  # None: nothing is trained
 

@@ -3,7 +3,7 @@
     python scripts/bench/adapt.py --target MODEL --drafter OUT/mine --prompts mbpp=mbpp.jsonl --requests 8 \
         --seconds 300 --ways plain frozen adapted --output adapt.json
 
-Every way serves the prompts in the same order, so many at a time, greedily, until the time is over, with the options of
+Every way serves the prompts in the same order, N at a time, greedily, until the time is over, with the options of
 dflash-serve. `frozen` keeps the drafter. `adapted` trains it in another process, on `--device` or on the same GPU at
 `--share` of its speed. Without `--drafter` both start from random weights. A way may have its own seconds, as plain=30.
 `wrong` counts answers that differ from the first way's, of the first prompts, which are sent again at the end.

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 from scripts.bench.serve import chat_bodies, cpu_seconds, load
 
 CONTEXT = 2048
-TOKENS = (11, 401)  # of an answer
+TOKENS = (11, 401)  # lengths of an answer
 
 
 class PacedEngine:

@@ -174,7 +174,7 @@ def plant(engine: Engine, trace: Trace, prompt: int) -> dict[tuple[int, ...], in
             return *ops.draft_children(log_probs, none, ids, calibration, width), ids
 
         proposer.propose, proposer.children = proposed, grown  # type: ignore[method-assign,assignment]
-    runner.graphs.captured.clear()  # those that were captured for their times hold the random drafter
+    runner.graphs.captured.clear()  # the ones captured for their times hold the random drafter
     return owners
 
 
@@ -193,7 +193,7 @@ class Requests:
         return self._engine.submit(ids, SamplingParams(max_tokens=max(tokens, 2), ignore_eos=True))
 
     def load(self, at_a_time: int, failing: int, rounds: int, answers: Iterator[int]) -> dict[str, float]:
-        """So many requests together, of which `failing` fail: tokens a second of all, and of one of each kind."""
+        """A number of requests together, of which `failing` fail: tokens a second of all, and of one of each kind."""
         counts, took = [0, 0], 0.0
         for _ in range(rounds):
             kinds = [number < failing for number in range(at_a_time)]

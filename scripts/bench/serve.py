@@ -33,7 +33,7 @@ from dflash_toolkit.files import write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 
-WARM_UP_TOKENS = 64  # of an answer; some steps are only captured when a batch first needs them
+WARM_UP_TOKENS = 64  # length of an answer; some steps are only captured when a batch first needs them
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -68,7 +68,7 @@ from scripts.measure import setting, without_folders
 # a 0.5B target on one large GPU; options of the command line override these
 SETTINGS = ("prompts.max_length=1024", "loss.head_rows=2048", "run.feature_gpu_share=0.7", "run.evaluate_every=0",
             "run.log_every=100", "run.save_minutes=2")  # fmt: skip
-OPTIONS = ("drafter", "prompts", "responses", "loss", "optim", "run", "init_from")  # what the command line may set
+OPTIONS = ("drafter", "prompts", "responses", "loss", "optim", "run", "init_from")  # the command line may set these
 VARIANTS = Path(__file__).with_name("variants.yaml")
 
 
@@ -389,7 +389,7 @@ def curves(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program. Exit codes: 0 done, 2 a mistake (one line), 130 interrupted (run again to go on)."""
+    """The program. Exit codes: 0 done, 2 a mistake (one line), 130 interrupted (run again to resume)."""
     args = parse(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
     return run_command(lambda: run(args))

@@ -49,8 +49,8 @@ class Job(NamedTuple):
 
     name: str
     variant: str
-    minutes: float  # of training, of all GPUs together
-    prompts: int  # that are trained on; 0 is all
+    minutes: float  # GPU minutes of training, all GPUs together
+    prompts: int  # prompts that are trained on; 0 is all
     overrides: list[str]
     config: TrainConfig
 
@@ -66,7 +66,7 @@ class Responses:
 
     rows: list[Row]
     held_out: list[Row]
-    seconds: float  # of all processes, to write all of them
+    seconds: float  # time of all processes to write all of them
 
     @property
     def tokens(self) -> int:

@@ -121,5 +121,5 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        print("\ninterrupted; `make demo` goes on where it stopped", file=sys.stderr)
+        print("\ninterrupted; `make demo` resumes", file=sys.stderr)
         raise SystemExit(130) from None

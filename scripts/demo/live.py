@@ -26,7 +26,7 @@ FORMS = (
     "Write the alphabet from {} to Z.",
 )
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-RISE = 1.3  # of tokens per step, at which the demo ends
+RISE = 1.3  # growth of tokens per step at which the demo ends
 SHOWN_S = 5.0
 TOGETHER = 8  # requests
 

@@ -73,7 +73,7 @@ def config_of(name: str) -> PreTrainedConfig:
 
 
 def computed(architecture: str) -> bool:
-    """Returns whether our engine computes a target whose config.json names this class."""
+    """Returns whether our engine computes a target with this class in its config.json."""
     names = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     kinds = {kind for each in names for kind, name in each.items() if name == architecture}
     return any(kind in ARCHITECTURES or f"{kind}_text" in ARCHITECTURES for kind in kinds)
@@ -174,7 +174,7 @@ def break_even() -> Rows:
     return rows
 
 
-# what the driver and CUDA hold, and a desktop with a browser on top of it
+# memory that the driver and CUDA hold, and a desktop with a browser on top of it
 CUDA_GIB, DESKTOP_GIB = 0.4, 0.6
 SMALL_GPUS = {"RTX 4070": "qwen3-4b", "RTX 5070 Ti": "qwen3-8b-fp8", "RTX 4090": "qwen3-8b", "RTX 5090": "qwen3-8b"}
 

@@ -195,7 +195,7 @@ def pages() -> list[Path]:
 
 
 def rewritten(page: Path) -> str:
-    """The page's text with every table written anew."""
+    """The page's text with every table written again."""
     text = page.read_text(encoding="utf-8")
     names = [name for _, name, _ in MARKED.findall(text)]
 

@@ -24,7 +24,7 @@ from ..service import Service
 from .chat import answer, prompt_of
 from .messages_request import CountTokensRequest, MessagesRequest
 
-SIGNATURE = "unsigned"  # of reasoning; clients send back only reasoning with a signature
+SIGNATURE = "unsigned"  # signature of reasoning; clients send back only reasoning with a signature
 OBJECT = TypeAdapter(dict[str, Any])
 # type of a block -> type of its deltas, and the field that holds their text
 DELTAS = {
@@ -122,7 +122,7 @@ class MessageForm:
         self.strings = strings
         self._body, self._id, self._prompt_tokens = body, f"msg_{unique}", len(prepared.prompt_ids)
         self._blocks: list[dict[str, Any]] = []
-        self._texts: list[str] | None = None  # of the last block, until it is complete
+        self._texts: list[str] | None = None  # texts of the last block, until it is complete
         self._stop: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
     def event(self, chunk: dict[str, Any]) -> bytes:
@@ -135,7 +135,7 @@ class MessageForm:
         return self._message(_usage(usage))
 
     def opening(self, answers: int) -> list[dict[str, Any]]:
-        usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}  # what is cached is not known yet
+        usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}  # the cached ones are not known yet
         return [{"type": "message_start", "message": self._message(usage)}, {"type": "ping"}]
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:

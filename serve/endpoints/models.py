@@ -49,10 +49,10 @@ def routes(service: Service) -> APIRouter:
         "created": int(time.time()),
         "owned_by": "dflash-toolkit",
         "root": service.names[0],
-        "parent": None,  # of an adapter
+        "parent": None,  # set for an adapter
         "permission": [],
         "max_model_len": service.context_limit,
-        "num_speculative_tokens": info.block_size - 1,  # of the longest draft
+        "num_speculative_tokens": info.block_size - 1,  # the longest draft
         "draft_sample_method": info.draft_sample_method,
         "kv_cache_dtype": info.kv_cache_dtype,
     }

@@ -144,7 +144,7 @@ class ResponseReply:
         self._open = ""  # type of the last item, until it is complete
         self._texts: list[str] = []  # texts of the open item
         self._raw = self._content = 0  # characters of the model's text, and of the message in it
-        self._tokens: list[AnswerToken] = []  # tokens whose text may belong to the message
+        self._tokens: list[AnswerToken] = []  # tokens with text that may belong to the message
         self._logprobs: list[dict[str, Any]] = []  # log-probabilities of the open message
         self._status, self._incomplete = "in_progress", False
 

@@ -45,7 +45,7 @@ RENAMED = {
 
 
 class _Item(Strict):
-    ignored: ClassVar[frozenset[str]] = frozenset({"id", "status"})  # of items from earlier responses
+    ignored: ClassVar[frozenset[str]] = frozenset({"id", "status"})  # fields of items from earlier responses
 
 
 class InputMessage(_Item):

@@ -429,7 +429,7 @@ addEventListener("pagehide", save);
 
 try {
   turns = JSON.parse(sessionStorage.getItem("turns") ?? "[]");
-} catch { /* unreadable: start anew */ }
+} catch { /* unreadable: start afresh */ }
 showControls();
 drawAll();
 if (matchMedia("(pointer: fine)").matches) $("question").focus();

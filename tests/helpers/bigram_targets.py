@@ -1,4 +1,4 @@
-"""A target whose next token depends on the current one alone, so that a tiny drafter learns it in a few steps."""
+"""A target with a next token that depends on the current one alone, so that a tiny drafter learns it in a few steps."""
 
 import torch
 from conftest import make_target

@@ -19,7 +19,7 @@ class Weights:
     bytes_each: int = 2
 
     def seconds(self, card: Roofline, rows: int) -> float:
-        """Returns the seconds of a pass over `rows` rows: reading the weights or multiplying, whichever is slower."""
+        """Returns the seconds of a pass over `rows` rows: reading the weights or multiplying, if slower."""
         tflops = card.fp8_tflops if self.bytes_each == 1 else 0.0
         read = self.parameters * self.bytes_each / (card.read_tb_s * 1e12)
         multiplied = 2 * self.parameters * rows / ((tflops or card.bf16_tflops) * 1e12)

@@ -49,7 +49,7 @@ class Launch:
     def kind(self, *, with_flags: bool) -> tuple[Any, ...]:
         """Returns the kernel, whether it reads or writes FP8, and `with_flags` also its flags."""
         eight = bool(re.search(r"\bfp8e4nv|\bu8\b", " ".join(map(str, self.signature.values()))))
-        with_flags &= not (eight and "scales_p" in self.kernel.arg_names)  # of an fp8 cache: few
+        with_flags &= not (eight and "scales_p" in self.kernel.arg_names)  # for an fp8 cache: few
         flags = [(name, value) for name, value in self.arguments.items() if isinstance(value, bool)]
         return (self.kernel.__name__, eight, *(flags if with_flags else ()))
 
@@ -142,7 +142,7 @@ def report(launch: Launch) -> dict[str, Any]:
     }  # fmt: skip
 
 
-LAUNCHES: list[Launch] = []  # of all targets; the processes of the pool inherit them
+LAUNCHES: list[Launch] = []  # launches of all targets; the processes of the pool inherit them
 
 
 def report_of(index: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from dflash_toolkit.runtime.sampler import Mode
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from scripts.shapes import WEIGHTS, named_shape
 
-LAYERS = 8  # of a target: at least one of each type, and enough for the taps of a drafter
+LAYERS = 8  # layers of a target: at least one of each type, and enough for the taps of a drafter
 CHANNELS: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 CHANNELS |= {"ignore": ["lm_head", "re:.*in_proj_[ab]$", "re:.*gate$"]}
 CHANNELS |= {"config_groups": {"group_0": {**GROUP, "targets": ["Linear"]}}}
@@ -46,7 +46,7 @@ class Model:
     draft_fp8: bool = False
     sample_drafts: bool = False
     window: bool = False  # whether the drafter's layers have a window
-    cap: float | None = None  # of the drafter's logits
+    cap: float | None = None  # cap of the drafter's logits
     tokens: int | None = None  # in the vocabulary; None: as the shape has
     fp8_cache: bool = False
     heads: int | None = None  # width of a head, of the target and of the drafter; None: as the shape has
@@ -140,7 +140,7 @@ def _of_engine(runner: StepRunner) -> Iterator[Pass]:
 
 
 def _of_quantized() -> Iterator[Pass]:
-    """Yields GEMMs of quantized targets whose sizes or formats no model above has."""
+    """Yields GEMMs of quantized targets with sizes or formats that no model above has."""
     with META:
         gate_up, down = (FP8_BLOCK.empty(257, *sides, new=torch.empty) for sides in ((1024, 2048), (2048, 512)))
         many = _bf16(4096, 2048), gate_up, down, torch.empty(4096, 9), torch.empty(4096, 9, dtype=torch.int32)

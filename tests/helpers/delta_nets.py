@@ -12,7 +12,7 @@ from torch import Tensor
 from dflash_toolkit.kernels.delta import DeltaMemory, TreeInputs
 from dflash_toolkit.kernels.tree import TreeRows
 
-TAPS, ROWS = 4, 5  # those of the convolution; those of the longest block
+TAPS, ROWS = 4, 5  # taps of the convolution; rows of the longest block
 
 
 @dataclass(frozen=True)

@@ -208,13 +208,13 @@ def _serve(
     program: str, arguments: list[str], said: tuple[str, str], started: Path, environment: dict[str, str]
 ) -> None:
     os.environ |= environment | {"OMP_NUM_THREADS": "1"}
-    tempfile.tempdir = None  # of the fork server's environment
+    tempfile.tempdir = None  # from the fork server's environment
     torch.set_num_threads(1)
     _write_to(said)
     _Child.said, _Child.started = said, started
     started.touch()
     server: Any = multiprocessing.forkserver._forkserver
-    server.ensure_running = multiprocessing.resource_tracker.ensure_running  # that of the tests runs
+    server.ensure_running = multiprocessing.resource_tracker.ensure_running  # the one of the tests runs
     spawned: Any = SimpleNamespace(Process=_Child, Pipe=CONTEXT.Pipe)
     multiprocessing.get_context = lambda method=None: spawned
     sys.exit(importlib.import_module(program).main(arguments))

@@ -71,7 +71,7 @@ class Turns:
 
     def __init__(self, seed: object) -> None:
         self.random = random.Random(str(seed))
-        self.workers: list[Worker] = []  # that have not ended
+        self.workers: list[Worker] = []  # workers that have not ended
         self.loads: list[tuple[float, Callable[[], None]]] = []  # under way, a heap
         self.promptness = self.random.choice((0.001, 0.03, 1.0))  # how often the first of them comes
         self.now: Worker

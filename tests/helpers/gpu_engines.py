@@ -208,4 +208,4 @@ def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list
 
     runner.add, runner.move, runner.proposer.propose = added, moved, propose  # type: ignore[method-assign]
     runner.proposer.children = children  # type: ignore[method-assign]
-    runner.graphs.captured.clear()  # those that were captured for their times hold the random drafter
+    runner.graphs.captured.clear()  # the ones captured for their times hold the random drafter

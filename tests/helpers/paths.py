@@ -1,4 +1,4 @@
-"""Where the project is, and the folders of its tests, which a process that a test starts imports from."""
+"""The place of the project and the folders of its tests, which a process that a test starts imports from."""
 
 from pathlib import Path
 

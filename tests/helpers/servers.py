@@ -1,4 +1,4 @@
-"""Local servers whose replies a test defines."""
+"""Local servers with replies that a test defines."""
 
 import contextlib
 import json

@@ -54,7 +54,7 @@ class Version:
 
     number: int  # the engine's `drafter_version`
     drafter: Drafter  # fp32
-    state: dict[str, Any]  # of the trainer, when it was promoted
+    state: dict[str, Any]  # state of the trainer when it was promoted
     learnt_from: int  # requests in the buffer until then
     held_out: float | None  # tokens per step on the held-out records; None for the first version
     plain: bool = False  # the engine decoded without it, as it was untrained

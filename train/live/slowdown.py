@@ -2,8 +2,8 @@
 
 from collections import defaultdict
 
-DECAY = 0.999  # of the sums with each step: they are about those of the last 1,000 steps
-LEAST_STEPS = 50  # of each kind from which a number of requests counts
+DECAY = 0.999  # decay of the sums with each step: they cover about the last 1,000 steps
+LEAST_STEPS = 50  # least steps of each kind from which a number of requests counts
 LEAST = 0.2  # cost that is assumed at least, as the two kinds of steps differ by chance too
 
 

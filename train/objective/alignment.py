@@ -11,7 +11,7 @@ from .blocks import Blocks
 REPLACEMENT = 0.5  # probability that a block reads true tokens at first
 REPLACED, OWN = 1 / 6, 1 / 3  # until the first it stays, at the second it is 0
 ALIGNMENT, WARM_UP = 0.5, 0.04  # weight of the module's loss after the warm-up
-STREAM = 7  # of random numbers, apart from those of decoding
+STREAM = 7  # stream of random numbers, apart from those of decoding
 
 
 def alignment_weight(done: float) -> float:

@@ -31,7 +31,7 @@ from .dedup import Duplicates
 from .quality import fault_of
 from .user_turn import UserTurn, user_turn
 
-SYSTEMS = (  # what the template's system message says, for breadth; "": the template's own
+SYSTEMS = (  # the template's system message says, for breadth; "": the template's own
     "",
     "You are a helpful assistant.",
     "You are an expert in mathematics. The user asks you to solve word problems, equations and proofs.",
@@ -43,8 +43,8 @@ SYSTEMS = (  # what the template's system message says, for breadth; "": the tem
     "You are a data analyst. The user asks about data, tables, SQL and statistics.",
     "You are a helpful assistant. The user gives puzzles and questions that need reasoning step by step.",
 )
-ANSWER_TOKENS = 512  # of an answer between two turns
-WINDOW, LEAST_KEPT = 500, 10  # fewer prompts of so many attempts end the run
+ANSWER_TOKENS = 512  # longest answer between two turns
+WINDOW, LEAST_KEPT = 500, 10  # fewer prompts of this many attempts end the run
 CUT, DUPLICATE = "without an end", "near duplicates"
 
 
@@ -67,7 +67,7 @@ class OwnPrompts:
     """The inputs that determine the prompts."""
 
     target: str
-    digest: str | None  # of its weights
+    digest: str | None  # digest of its weights
     template: str  # digest of its chat template
     tokenizer: Any
     count: int

@@ -14,8 +14,8 @@ SIZES = (256, 192, 128, 96, 64, 48, 32, 24, 16, 8)
 ON_CPU = 32  # also with the modules of transformers
 ON_SERVER = 64  # requests to the servers of --endpoint, a thread each
 PROMPT_TOKENS = 256  # assumed of a prompt; pages that are missing later cost only the time of a preemption
-STEP_BYTES = 2 * GIB  # of a prefill chunk and of graphs
-LOGIT_BYTES = 6  # of one logit in the largest step, which the engine measures and reserves twice
+STEP_BYTES = 2 * GIB  # memory of a prefill chunk and of graphs
+LOGIT_BYTES = 6  # per logit in the largest step, which the engine measures and reserves twice
 
 
 def sizes_that_fit(parts: "Parts", tokens: int) -> list[int]:

@@ -20,7 +20,7 @@ from ..prompts.choosing import chosen
 from .conversation import TOO_LONG, LiveConversation
 from .file import lines_of
 
-PACE_S = 60.0  # of responses, after which their rate is known
+PACE_S = 60.0  # seconds of responses, after which their rate is known
 SAID = ("target", "target_digest", "vocab_size", "template_hash", "sampler")  # fields of the record in every row
 MANY_CUT = 0.2  # share of responses cut at the limit that calls for a warning
 T = TypeVar("T", bound="Talk")
@@ -115,7 +115,7 @@ class Tally:
     rows: int = 0
     tokens: int = 0  # in responses
     decoded: int = 0  # tokens decoded by this start of the command
-    seconds: float = 0.0  # that it took, without loading the target
+    seconds: float = 0.0  # time that it took, without loading the target
     dropped: Counter[str] = field(default_factory=Counter)  # conversations without a row, by reason
     left_out: Counter[str] = field(default_factory=Counter)  # missing turns of the others, by reason
     cut: int = 0  # rows with a last response that reached the limit

@@ -104,7 +104,7 @@ def once_measured(
 
     Args:
         steps: steps left, of `seconds` each.
-        evaluations: evaluations left, whose time is not included.
+        evaluations: evaluations left; their time is not included.
         memory: peak memory, in words.
     """
     hours = steps * seconds / 3600

@@ -47,7 +47,7 @@ class Outcome:
     steps: int
     elapsed_s: float  # training alone
     exported: Export | None = None
-    other: Export | None = None  # best or last, whichever is not exported, if they differ
+    other: Export | None = None  # the one of best and last that is not exported, if they differ
     warnings: list[str] = field(default_factory=list)
     followed: Evaluation | None = None  # the last measurement during training
 

@@ -21,7 +21,7 @@ from ..training_options import RunOptions
 from .held_out import Evaluation, HeldOut, HeldOutPrompt
 from .publish import CARD, make_repository, upload
 
-MEASURED = re.compile("acceptance_length.*|measured_on|record")  # of the provenance: true of the source alone
+MEASURED = re.compile("acceptance_length.*|measured_on|record")  # keys that describe the source alone
 
 
 def export(config: ExportConfig) -> None:

@@ -201,7 +201,7 @@ class HeldOut:
         self._auto = run.evaluate_runtime == "auto"
         self._between = False  # whether the engine exists only while it decodes
         self._engine: Engine | None = None
-        self.engine_bytes = 0  # that the engine allocates while it decodes
+        self.engine_bytes = 0  # memory that the engine allocates while it decodes
         on_gpu = target.device.type == "cuda" and target.mesh is None
         if run.evaluate_runtime == "engine" or (self._auto and on_gpu):
             before = memory_use(target.device)

@@ -208,7 +208,7 @@ def _several(count: int) -> str:
 
 
 def kept_steps(work: Path) -> list[int]:
-    """Returns the steps whose drafters exist."""
+    """Returns the steps of the drafters that exist."""
     found = (path.name.partition(".")[2] for path in work.glob("best.*"))
     return [int(step) for step in found if step.isdecimal()]
 

@@ -75,7 +75,7 @@ class Speed:
     def _peak(self) -> dict[str, float]:
         if self._device.type == "cuda":
             return {"peak_memory_gb": torch.cuda.max_memory_allocated(self._device) / 1e9}
-        # of this process since its start, responses included
+        # peak of this process since its start, responses included
         return {"peak_resident_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_UNIT / 1e9}
 
     def memory(self) -> str:

@@ -45,7 +45,7 @@ class Prepared:
     reading: Reading
     work: Path
     record: dict[str, Any]
-    start: Start | None  # of `init_from`
+    start: Start | None  # for `init_from`
 
 
 def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared | str:

@@ -40,14 +40,14 @@ class ResumePoint:
     drafter: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
     best: dict[str, Any] | None  # the best evaluation so far, prompt by prompt; its weights are in `best.STEP`
-    elapsed_s: float  # of training alone
+    elapsed_s: float  # time of training alone
     micro: int  # micro batches of the schedule done, by all processes together
-    average: dict[str, torch.Tensor] | None = None  # of the drafter's weights, if `ema` is on
+    average: dict[str, torch.Tensor] | None = None  # average of the drafter's weights, if `ema` is on
     latest: dict[str, Any] | None = None  # the latest evaluation
     plan: dict[str, Any] | None = None  # the option that ends the run; None, as all that follow, before the first step
     rate: float = 0.0  # the last step's share of the peak learning rate
     joint: dict[str, Any] | None = None  # start of a longer plan, see `schedule.Joint`
-    history: list[tuple[int, int, int]] | None = None  # of the schedule; None is a single lane
+    history: list[tuple[int, int, int]] | None = None  # history of the schedule; None is a single lane
 
 
 def save_state(state: ResumePoint, path: Path) -> None:

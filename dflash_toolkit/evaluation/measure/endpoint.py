@@ -42,12 +42,12 @@ UNKNOWN = 1 << 16  # the block size before the first drafts
 COUNTER = re.compile(r"^(vllm:spec_decode_num_\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.M)
 POSITION = re.compile(r'position="(\d+)"')
 OURS = "dflash-toolkit"  # `owned_by` of dflash-serve's models
-START_OPTIONS = {  # that make a server draft, by `owned_by` of its models
+START_OPTIONS = {  # options that make a server draft, by `owned_by` of its models
     "vllm": "start it with --speculative-config",
     "sglang": "start it with --speculative-algorithm DFLASH",
     OURS: "start it with --drafter",
 }
-STREAM_OPTIONS = {OURS: "include_dflash", "vllm": "include_usage"}  # that make a server report drafts
+STREAM_OPTIONS = {OURS: "include_dflash", "vllm": "include_usage"}  # options that make a server report drafts
 CERTAIN = -1e-6  # a log-probability above this comes from a bias
 PROBE = SamplingParams(max_tokens=24, ignore_eos=True)
 

@@ -59,7 +59,7 @@ def _filling(
     if not texts:
         raise UserError(f"context_length: prompt {prompt.id!r} is lengthened with other prompts; give at least two")
     ids: list[int] = []
-    for text in texts:  # of a large set only as much as needed
+    for text in texts:  # a large set only as far as needed
         ids += tokenizer.encode(text, add_special_tokens=False)
         if len(ids) >= tokens:
             return ids

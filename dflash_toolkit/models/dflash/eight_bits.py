@@ -16,8 +16,8 @@ FORMS = {  # dtype of a checkpoint: torch's, the scheme's name, its type of numb
 }
 MATRICES = re.compile(r"layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.weight")
 KEPT = [r"re:.*fc$", r"re:.*_conv\..*", r"re:.*candidate_selector.*", r"re:.*injection.*", "lm_head"]  # in 16 bits
-SCALE = "_scale"  # of the matrix NAME.weight: NAME.weight_scale [N, 1]
-LEAST = 1e-12  # of a scale
+SCALE = "_scale"  # for the matrix NAME.weight: NAME.weight_scale [N, 1]
+LEAST = 1e-12  # least scale
 
 
 def narrowed(tensors: Mapping[str, Tensor], dtype: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -11,7 +11,7 @@ from ..dflash.network import Drafter
 from ..drafting import Pick
 from .injection import Injection
 
-LEAST_MASS = 1e-4  # of the target's probabilities of the candidates, for the loss to compare with them
+LEAST_MASS = 1e-4  # sum of the target's probabilities of the candidates, for the loss to compare with them
 CROSS_ENTROPY, L1 = 0.1, 0.9  # weights of the loss
 
 

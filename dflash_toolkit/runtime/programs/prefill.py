@@ -29,7 +29,7 @@ PREFILL_COUNTS = (2, 4, 8)  # batches of chunks are padded to these counts
 ALONE = (513, 768, 1024, 1536, 2048, 3072)
 PACKED_COUNTS = (2, PREFILL_LIMITS.most + 1, *(1 << n for n in range(5, 11)))
 PACKED_SIZES = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
-COLUMNS = 16  # page tables have a multiple of so many, as kernels are compiled once more for others
+COLUMNS = 16  # page tables have a multiple of this, as kernels are compiled once more for others
 
 
 class PrefillPrograms:

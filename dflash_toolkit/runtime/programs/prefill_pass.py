@@ -77,7 +77,7 @@ def operations_of(spec: ModelSpec, config: DrafterConfig | None, jobs: Sequence[
     found = list[float]()
     for layer in spec.layers:
         found += [_attention(layer, jobs), 2.0 * rows * _parameters(layer, d)]
-    found[-1] *= len(jobs) / rows  # of the last layer, only the last row of each chunk is computed
+    found[-1] *= len(jobs) / rows  # in the last layer, only the last row of each chunk is computed
     drafter = 0
     if config is not None:
         kv = config.spec()
