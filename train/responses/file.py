@@ -8,15 +8,14 @@ prompt and responses), `prompt_tokens` (length of the prompt), `spans` ([start, 
 
 import json
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import UNREADABLE, open_text
@@ -26,7 +25,6 @@ from .conversation import LiveConversation
 from .rows import Row
 
 MOST_TOKENS = 2**31 - 1  # largest vocabulary
-HERE = b'"here"'  # replaces the numbers that `_parsed` reads itself
 
 
 def lines_of(conversation: LiveConversation, common: dict[str, Any]) -> list[dict[str, Any]]:
@@ -102,11 +100,11 @@ class Written:
     """A row of a responses file."""
 
     file: int  # index of its file
-    values: dict[str, Any]  # all its fields; `tokens` may be an array
+    values: dict[str, Any]  # all its fields
     row: Row
 
     def number(self, key: str, otherwise: int = 0) -> int:
-        """Returns `index`, `sample`, `part` or `parts`; older files may lack them."""
+        """Returns `index`, `sample`, `part` or `parts`; files of other programs may lack them."""
         value = self.values.get(key)
         return value if type(value) is int else otherwise
 
@@ -199,11 +197,9 @@ def read_training_rows(paths: Sequence[str], match: Match) -> list[Row]:
 
 
 def _row_of(row: dict[str, Any], index: int) -> Row:
-    tokens = row["tokens"]
-    if not isinstance(tokens, np.ndarray):
-        if not all(type(token) is int for token in tokens):
-            raise TypeError("tokens must be integers")
-        tokens = np.array(tokens, np.int64)
+    if not all(type(token) is int for token in row["tokens"]):
+        raise TypeError("tokens must be integers")
+    tokens = np.array(row["tokens"], np.int64)
     spans = tuple((int(start), int(end)) for start, end in row["spans"])
     prompt_tokens = int(row["prompt_tokens"])
     ends = [0, *(edge for span in spans for edge in span), len(tokens)]
@@ -215,32 +211,11 @@ def _row_of(row: dict[str, Any], index: int) -> Row:
 
 
 def _parsed(line: bytes) -> Any:
-    """Returns `json.loads` of a line, but with plain numbers in `tokens` as an array of int64.
-
-    They are most of a line, and Python integers take ten times as long. JSON parses everything else.
-    """
-    begin = line.find(b'"tokens": [') + 10 if b'"tokens": [' in line else line.find(b'"tokens":[') + 9
-    if begin >= 10:
-        end = line.find(b"]", begin)
-        digits = line[begin + 1 : end]
-        if not digits.translate(None, b"0123456789, ") and digits[:1].isdigit() and digits[-1:].isdigit():
-            row = json.loads(line[:begin] + HERE + line[end + 1 :])
-            if isinstance(row, dict) and row.get("tokens") == "here":  # and not inside another value of this row
-                tokens = _numbers(digits)
-                if tokens is not None:
-                    return row | {"tokens": tokens}
-    return json.loads(line)
-
-
-def _numbers(digits: bytes) -> npt.NDArray[np.int64] | None:
-    """Parses text such as `1, 2,3`; None for any other text."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)  # raised for malformed text
-        try:
-            found = np.fromstring(digits, dtype=np.int64, sep=",")
-        except (DeprecationWarning, ValueError):
-            return None
-    return found if len(found) == digits.count(b",") + 1 else None
+    """Returns the value of a line. msgspec reads it twice as fast as json, but refuses lone surrogates."""
+    try:
+        return msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return json.loads(line)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:

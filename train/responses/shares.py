@@ -60,7 +60,7 @@ def _lines(path: Path) -> Iterator[tuple[Key, int]]:
             found = KEY.match(line)
             if found:
                 yield (int(found[1]), int(found[2]), int(found[3])), at
-            else:  # of an earlier release
+            else:  # of another program
                 row = json.loads(line)
                 yield (int(row["index"]), int(row.get("sample", 0)), int(row.get("part", 0))), at
             at += len(line)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dflash_toolkit import UserError
 from dflash_toolkit.train.responses.corpus import Corpus, CorpusWriter
-from dflash_toolkit.train.responses.file import _lines, _parsed, _row_of
+from dflash_toolkit.train.responses.file import _lines, _row_of
 from dflash_toolkit.train.responses.rows import Row
 
 
@@ -73,26 +73,16 @@ def test_a_corpus_is_mapped_and_written_atomically(tmp_path: Path) -> None:
         Corpus.open(folder)
 
 
-# ---- answers are read without Python integers ------------------------------------------------------------------------
+# ---- lines of responses files ----------------------------------------------------------------------------------------
 
 WHOLE = {"index": 3, "tokens": [5, 6, 7, 2**31 - 1], "spans": [[1, 4]], "prompt_tokens": 1}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        json.dumps(WHOLE),
-        json.dumps(WHOLE, separators=(",", ":")),
-        json.dumps(WHOLE, sort_keys=True),
-        json.dumps({"messages": [{"tool_calls": [{"tokens": [1, 2]}]}]} | WHOLE),
-        json.dumps({"messages": [{"content": 'it says "tokens": [9, 9] and \\"tokens": [8]'}]} | WHOLE),
-    ],
-    ids=["plain", "dense", "sorted", "another's tokens", "in a text"],
-)
-def test_parsed_rows_equal_json(line: str) -> None:
-    found = _parsed(line.encode())
-    assert _row_of(found, 0) == Row(0, 1, WHOLE["tokens"], ((1, 4),))
-    assert found | {"tokens": WHOLE["tokens"]} == json.loads(line)
+def test_a_row_with_a_lone_surrogate_is_read(tmp_path: Path) -> None:
+    path, row = tmp_path / "a.jsonl", WHOLE | {"messages": [{"content": "half a character: \ud83d"}]}
+    path.write_text(json.dumps(row) + "\n")
+    ((_, _, found),) = _lines(path)
+    assert found == row and _row_of(found, 0) == Row(0, 1, WHOLE["tokens"], ((1, 4),))
 
 
 @pytest.mark.parametrize(
