@@ -16,6 +16,7 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.generation import PromptError
 from dflash_toolkit.runtime import EngineClient, EngineClosedError, RequestFailedError
 from dflash_toolkit.runtime.connection import CompileQueueError, PreparedRequest
+from dflash_toolkit.runtime.request import Origin
 from dflash_toolkit.sampling import BiasError, Grammar, GrammarError, SamplingParams
 
 from .answer import Answer, AnswerOptions, Piece, speculative_decoding, usage
@@ -102,6 +103,7 @@ class Service:
         store = store and key not in self._excluded
         # the number of a key has no colon, so two keys never have the same salt
         salt = f"{key}:{body.cache_salt or ''}" if self._config.prefix_cache_per_key else body.cache_salt or ""
+        origin = Origin(key=key, priority=body.priority or 0, cache_salt=salt, store=store)
         least = body.least(body.length(limit), grammar and grammar[0])
         params = body.sampling(limit, self._defaults, grammar[1] if grammar else None)
         scores = sum(map(len, prompts)) * body.answers * (1 + (params.prompt_logprobs or 0))
@@ -133,7 +135,7 @@ class Service:
                     code="context_length_exceeded",
                 )
             try:  # before a stream starts and its status is sent
-                first = self.engine.request(ids, params, key, body.priority or 0, salt, store)
+                first = self.engine.request(ids, params, **origin)
             except UserError as error:
                 at_fault = {PromptError: param, BiasError: "logit_bias"}.get(type(error))
                 raise ApiError(400, str(error), param=at_fault, code=getattr(error, "code", None)) from error

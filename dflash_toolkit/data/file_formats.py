@@ -180,7 +180,7 @@ def _table(path: Path) -> Iterator[Found]:
 def _parquet(path: Path) -> Iterator[Found]:
     """Rows of a Parquet file as `datasets` streams them."""
     # a link, since `datasets` may read a name as a pattern, a host or a chain of file systems; next to it is the cache
-    # requests that `datasets` makes without need
+    # of `datasets`, which it makes without need
     with tempfile.TemporaryDirectory() as folder:
         link = Path(folder) / "rows.parquet"
         link.symlink_to(path.absolute())

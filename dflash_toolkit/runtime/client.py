@@ -12,10 +12,11 @@ import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 from ..sampling import GrammarError, SamplingParams
 from .connection import CompileQueueError, Connection, EngineClosedError, PreparedRequest, Responses
+from .request import Origin
 from .wire import Compiled, Compiling, Info, Ping, Replaced, ReplaceWeights, RollBack, SaveDrafter, Stats
 
 if TYPE_CHECKING:
@@ -56,10 +57,7 @@ class EngineClient:
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
-        key: str = "",
-        priority: int = 0,
-        cache_salt: str = "",
-        store: bool = True,
+        **origin: Unpack[Origin],
     ) -> PreparedRequest:
         """Returns a checked request for `decode`.
 
@@ -70,7 +68,7 @@ class EngineClient:
         self._check()
         prompt = list(prompt_ids)
         self.info.capacity.check(prompt, params)
-        return PreparedRequest(prompt, params, params.seed, key, priority, cache_salt, store)
+        return PreparedRequest(prompt, params, params.seed, **origin)
 
     def decode(self, requests: Sequence[PreparedRequest]) -> Responses:
         """Sends requests: `with engine.decode(requests) as responses: async for ... in responses`.

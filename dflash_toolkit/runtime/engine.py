@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from .options import EngineOptions, check_cache_dtype, resolve_draft_dtype
 from .pages import PagePool
 from .plan import block_lengths, runner_arguments
 from .precompile import precompile
-from .request import Capacity, Request, RollingAcceptance, StepShape
+from .request import Capacity, Queueing, Request, RollingAcceptance, StepShape
 from .runner import StepRunner
 from .scheduler import Scheduler
 from .step_costs import StepCosts
@@ -301,24 +301,10 @@ class Engine:
         prompt_ids: Sequence[int],
         params: SamplingParams | None = None,
         on_progress: Callable[[Request, Step | None], None] | None = None,
-        *,
-        key: str = "",
-        group: str = "",
-        priority: int = 0,
-        cache_salt: str = "",
-        store: bool = True,
+        **queueing: Unpack[Queueing],
     ) -> Request:
         """Queues a prompt for `step`. Raises UserError, see `request`."""
-        request = self.request(
-            prompt_ids,
-            params,
-            on_progress,
-            key=key,
-            group=group,
-            priority=priority,
-            cache_salt=cache_salt,
-            store=store,
-        )
+        request = self.request(prompt_ids, params, on_progress, **queueing)
         self.scheduler.add(request)
         return request
 
@@ -327,21 +313,9 @@ class Engine:
         prompt_ids: Sequence[int],
         params: SamplingParams | None = None,
         on_progress: Callable[[Request, Step | None], None] | None = None,
-        *,
-        key: str = "",
-        group: str = "",
-        priority: int = 0,
-        cache_salt: str = "",
-        store: bool = True,
+        **queueing: Unpack[Queueing],
     ) -> Request:
         """Returns a checked request, which is not queued yet.
-
-        Args:
-            key: API key; the queue is fair between keys (`wait_queue.py`).
-            group: name of requests that were sent together; they run one after the other.
-            priority: lower is earlier, as in vLLM.
-            cache_salt: requests share cached prefixes only if their salts are equal, as in vLLM.
-            store: whether `Capture` may keep its tokens.
 
         Raises:
             GrammarError: a grammar that cannot be used. It is compiled here, unless `grammars` has it.
@@ -357,19 +331,8 @@ class Engine:
         stop = self._stops(params)
         acceptance = RollingAcceptance(self._expected)
         return Request(
-            prompt,
-            params,
-            stop,
-            limit,
-            on_progress,
-            key,
-            group,
-            priority,
-            cache_salt=cache_salt,
-            store=store,
-            acceptance=acceptance,
-            matcher=matcher,
-        )
+            prompt, params, stop, limit, on_progress, acceptance=acceptance, matcher=matcher, **queueing
+        )  # fmt: skip
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
         """Returns the matcher of a request's grammar, if any. From any thread. Raises GrammarError, see `Grammars`."""

@@ -218,19 +218,12 @@ class EngineLoop:
             params = replace(ask.params, seed=seed)
             try:
                 request = self.engine.request(
-                    prompt,
-                    params,
-                    on_progress,
-                    key=ask.key,
-                    group=group,
-                    priority=ask.priority,
-                    cache_salt=ask.cache_salt,
-                    store=ask.store,
-                )
+                    prompt, params, on_progress, key=ask.key, group=group, priority=ask.priority, name=ask.name,
+                    cache_salt=ask.cache_salt, store=ask.store,
+                )  # fmt: skip
             except UserError as error:  # the front end did not check it against `Info`
                 front.items.append(_ended(number, str(error)))
                 continue
-            request.name = ask.name
             front.requests[number] = request
             self.engine.scheduler.add(request)
 

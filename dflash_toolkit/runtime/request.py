@@ -4,7 +4,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from ..config import UserError
 from ..generation import Generation, Offered, PromptLogprobs, Step, TokenLogprobs, check_prompt, commit
@@ -102,6 +102,22 @@ class RollingAcceptance:
         self._judged = self._decay * self._judged + min(accepted + 1, drafted)
 
 
+class Origin(TypedDict, total=False):
+    """How a client's request is queued and cached."""
+
+    key: str  # API key; the wait queue is fair between keys (`wait_queue.py`)
+    priority: int  # lower is earlier, as in vLLM
+    cache_salt: str  # requests share cached prefixes only if their salts are equal, as in vLLM
+    store: bool  # whether `Capture` may keep its tokens
+
+
+class Queueing(Origin, total=False):
+    """How an engine's request is queued and cached."""
+
+    group: str  # requests of one group, which were sent together, run one after the other; "": no group
+    name: str  # for the log
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A prompt, its answer so far, and its resources. Only the scheduler writes the last group of fields."""
@@ -111,12 +127,12 @@ class Request:
     stop_ids: frozenset[int]
     limit: int  # maximum generated tokens: max_tokens, or fewer if the context is full
     on_progress: Callable[["Request", Step | None], None] | None = None  # step is None for a prefill or an error
-    key: str = ""  # API key; the wait queue is fair between keys
-    group: str = ""  # requests of one group run one after the other; "": no group
-    priority: int = 0  # lower is earlier
-    name: str = ""  # for the log
-    cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
-    store: bool = True  # whether `Capture` may keep its tokens
+    key: str = ""  # see `Queueing`, as for the next five
+    group: str = ""
+    priority: int = 0
+    name: str = ""
+    cache_salt: str = ""
+    store: bool = True
 
     generation: Generation = field(default_factory=Generation)
     acceptance: RollingAcceptance = field(default_factory=RollingAcceptance)
