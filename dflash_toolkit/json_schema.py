@@ -12,7 +12,7 @@ nothing, as the standard has it.
 import functools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 from urllib.parse import unquote
@@ -214,7 +214,7 @@ class Rewritten:
                 self._open[key] = self._open[key] or f"part{self._count}"
         else:
             found = [one for part in self._parts(schema, place) for one in self._typed(part, place, depth)]
-        found = _distinct(one for one in found if one is not False)
+        found = list({json.dumps(one): one for one in found if one is not False}.values())
         written = True if True in found or {} in found else False if not found else found[0]
         if len(found) > 1 and not isinstance(written, bool):
             written = {"anyOf": found}
@@ -364,10 +364,6 @@ def _check_valid(schema: Part) -> None:
 
 def _at(place: str) -> str:
     return f" (at {place})" if place else ""
-
-
-def _distinct(schemas: Iterable[Schema]) -> list[Schema]:
-    return list({json.dumps(each): each for each in schemas}.values())
 
 
 def _check_schema(schema: Any, place: str) -> None:

@@ -216,7 +216,7 @@ class _Weights:
                 tensor = convert(tensor.to(view.device))
             if name.endswith(".weight_scale") and tensor.numel() == 1:  # the scale of a whole FP8 matrix
                 tensor = tensor.reshape(1, 1).expand(view.shape)
-            if view.dim() == 3 and tuple(tensor.shape) in _joined(*view.shape):
+            if view.dim() == 3 and tuple(tensor.shape) in (view.flatten(0, 1).shape, view.flatten(1).shape):
                 tensor = tensor.reshape(view.shape)  # its parts are apart in memory
             if tensor.shape != view.shape:
                 raise UserError(
@@ -252,11 +252,6 @@ class _Weights:
                 f"notice: {self._what}: its scales of a quantized KV cache are not used, see --kv-cache-dtype",
                 file=sys.stderr,
             )
-
-
-def _joined(first: int, second: int, third: int) -> list[tuple[int, int]]:
-    """Returns the shapes of a matrix of which a view [first, second, third] holds the parts."""
-    return [(first * second, third), (first, second * third)]
 
 
 def text_name(stored: str) -> str:

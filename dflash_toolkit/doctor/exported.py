@@ -178,10 +178,6 @@ def _windows(values: dict[str, Any]) -> list[Any]:
     return [values["sliding_window"] if "sliding" in kind else "all" for kind in values["layer_types"]]
 
 
-def _scaling(values: dict[str, Any]) -> RopeScaling | None:
-    return RopeScaling(**values["rope_scaling"]) if values["rope_scaling"] else None
-
-
 class _Hashes:
     """Hashes of tensor objects, each computed once."""
 
@@ -262,7 +258,7 @@ def _signature(case: Case, record: dict[str, Any], tensors: Tensors) -> dict[str
     """Returns the drafter's outputs with the recorded configuration and these tensors; empty if they do not fit."""
     assert case.config is not None
     values = dict(record["configuration"])
-    values["rope_scaling"] = _scaling(values)
+    values["rope_scaling"] = RopeScaling(**scaling) if (scaling := values["rope_scaling"]) else None
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     try:
         config = case.config.architecture.config()(**values)

@@ -152,7 +152,8 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
                 cut += written.values.get("finish_reason") == "length"
                 group = groups.of((written.file, written.number("index")))
                 if not written.number("part"):
-                    groups.join(group, groups.of(_prompt(written.row)))
+                    prompt = written.row.tokens[: written.row.prompt_tokens]
+                    groups.join(group, groups.of(tokens_digest(prompt)))
                 for said in _questions_of(written):
                     line = json.dumps([group, *said])
                     if (key := hash(line)) not in texts_of:  # all samples ask the same, unless one was cut short
@@ -230,10 +231,6 @@ def _count_cut(cut: int, rows: int, counts: dict[str, int]) -> None:
         many = "warning: " if cut > MANY_CUT * rows else ""
         way_out = "; raise responses.max_tokens" if many else " (responses.max_tokens)"
         print(f"{many}{cut} of {rows} responses are cut at the limit{way_out}", file=sys.stderr)
-
-
-def _prompt(row: Row) -> bytes:
-    return tokens_digest(row.tokens[: row.prompt_tokens])
 
 
 def _questions_of(written: Written) -> list[tuple[str, str]]:

@@ -89,7 +89,10 @@ class Measuring:
             count = self._processes.broadcast(len(drafters))
             began = time.perf_counter()
             if self._held_out and self._processes.main:
-                report.bar.print(f"final measurement of {_several(count)}: {self._held_out.final_work} each")
+                report.bar.print(
+                    f"final measurement of the last drafter{', and the best one during training' * (count > 1)}: "
+                    f"{self._held_out.final_work} each"
+                )
             measured = [
                 self._processes.first_group(self._decode_final, *(drafters[i] if i < len(drafters) else drafters[0]))
                 for i in range(count)
@@ -201,10 +204,6 @@ class Measuring:
                 discard(work, step)
         if best and not (_kept(work, best.step) / "model.safetensors").exists():
             self._best = None
-
-
-def _several(count: int) -> str:
-    return "the last drafter" + ", and the best one during training" * (count > 1)
 
 
 def kept_steps(work: Path) -> list[int]:

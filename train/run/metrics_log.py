@@ -95,7 +95,10 @@ class MetricsLog:
     def __init__(self, path: Path, resume_step: int, wandb_project: str | None, config: dict[str, Any]) -> None:
         self._path = path
         write_text(path, "".join(_lines_up_to(path, resume_step)))
-        self._wandb = _start_wandb(wandb_project, path, config) if wandb_project else None
+        self._wandb: Any = None
+        if wandb_project:
+            given = {"config": config, "dir": str(path.parent), "resume": "allow", "id": _run_id(path)}
+            self._wandb = start_run(WANDB_OPTION, wandb_project, **given)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Logs `values` at `step`, with NaN as null. Raises UserError when the disk is full."""
@@ -134,11 +137,6 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
         return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{path}: damaged ({error!r}); remove it to continue without the earlier metrics") from error
-
-
-def _start_wandb(project: str, path: Path, config: dict[str, Any]) -> Any:
-    run = _run_id(path)
-    return start_run(WANDB_OPTION, project, config=config, dir=str(path.parent), resume="allow", id=run)
 
 
 def _run_id(path: Path) -> str:

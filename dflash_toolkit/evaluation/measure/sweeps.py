@@ -13,7 +13,7 @@ from ...acceptance import ratio
 from ...config import UserError
 from ...generation import Generation
 from ...sampling import SamplingParams
-from ..report.results import Section, Summary, at_a_time, spread
+from ..report.results import Section, at_a_time, spread
 from ..stats.bootstrap import interval, resampled_sums
 from .decoders import EngineDecoder, OnStep, ThreadedDecoder
 from .measurement import EncodedPrompt
@@ -207,7 +207,7 @@ def recommendation(
         return None
     said = []
     lengths = sweeps.get("draft_length", ())
-    length = _block_size(section.overall) - 1
+    length = len(section.overall.drafted.accepted_lengths) - 1
     if lengths:
         best = max(lengths, key=lambda point: _number(point["tokens_per_second"]))
         length, speedup, within = best["num_speculative_tokens"], best["speedup"], best["speedup_ci95"]
@@ -233,10 +233,6 @@ def recommendation(
         "speedup_ci95": within,
         "reason": f"{'; '.join(said)}.".capitalize(),
     }
-
-
-def _block_size(summary: Summary) -> int:
-    return len(summary.drafted.accepted_lengths)
 
 
 def _number(value: float | None) -> float:

@@ -97,9 +97,11 @@ def _token(
 ) -> ShownToken:
     """Returns a token with its alternatives; `note` describes its step."""
     drafted = [each for each, _ in offered]
-    siblings = [(_visible(texts[each]), f"drafted with {percent(p)}") for each, p in offered if each != token][
-        :SIBLINGS
-    ]
+    siblings = [
+        (texts[each].replace("\n", "⏎").strip() or "␣", f"drafted with {percent(p)}")
+        for each, p in offered
+        if each != token
+    ][:SIBLINGS]
     if kind == "accepted" and token in drafted:
         place = drafted.index(token)
         note += f"; drafted with {percent(offered[place][1])}, rank {place + 1} of {len(drafted)}"
@@ -107,7 +109,3 @@ def _token(
     elif drafted:
         note += f"; {len(drafted)} other tokens were drafted" if len(drafted) > 1 else "; another token was drafted"
     return ShownToken(kind, text, note if drafted else "", tuple(siblings))
-
-
-def _visible(text: str) -> str:
-    return text.replace("\n", "⏎").strip() or "␣"

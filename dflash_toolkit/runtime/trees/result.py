@@ -74,7 +74,7 @@ class TreeStepResult:
         sizes = [batch * (3 + block), batch * block, batch + 1, *[rows] * 4]
         answers, path, starts, tokens, parents, depths, bits, promise = values.split([*sizes, len(values) - sum(sizes)])
         answers, path = answers.view(batch, 3 + block), path.view(batch, block)
-        log_probs, expected = (_floats(part) for part in (bits, promise))
+        log_probs, expected = (part.int().view(torch.float32).numpy() for part in (bits, promise))
         padded = np.zeros(batch)
         padded[: len(discounts)] = discounts
         outcomes = node_outcomes(
@@ -89,7 +89,3 @@ class TreeStepResult:
     def offered(self) -> list[Offered]:
         """Returns the candidates of each request's tree at the positions of its committed tokens, see `Step`."""
         return [self.trees.offered(i, answer[0]) for i, answer in enumerate(self.answers)]
-
-
-def _floats(bits: Tensor) -> np.ndarray:
-    return bits.int().view(torch.float32).numpy()
