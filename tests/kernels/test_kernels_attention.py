@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from kernel_inputs import integers, randn
 from kernel_pages import Pages, attend, check_attention, check_invariant, check_padding, check_slots, make_pages
+from torch import Tensor
 
 from dflash_toolkit.kernels import flash, gpu
 from dflash_toolkit.kernels.features import features_of

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from paths import ROOT
 
-pytest.importorskip("triton")
-
 from dflash_toolkit.kernels.features import KNOWN
 from dflash_toolkit.kernels.triton.attention import cut_for, shared_bytes
 

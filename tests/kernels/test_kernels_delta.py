@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from delta_nets import ROWS, TAPS, Net, copied, net
+from kernel_inputs import DEVICE, assert_as_exact_as_torch, guarded, in_turn, integers
 from torch import Tensor
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, Qwen3_5RMSNormGated
-
-pytest.importorskip("triton")
-
-from delta_nets import ROWS, TAPS, Net, copied, net
-from kernel_inputs import DEVICE, assert_as_exact_as_torch, guarded, in_turn, integers
 
 from dflash_toolkit.kernels import fla, reference
 from dflash_toolkit.kernels.reference import cut_trees, grow_trees

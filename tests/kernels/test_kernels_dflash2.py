@@ -6,13 +6,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
-pytest.importorskip("triton")
-
 from kernel_inputs import DEVICE, assert_as_exact_as_torch, guarded, in_turn, operands
 from kernel_inputs import fp8_type as fp8_type
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dflash_toolkit.kernels import convolve as training
 from dflash_toolkit.kernels import gpu, reference

@@ -8,13 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from kernel_inputs import DEVICE, DTYPES, assert_as_exact_as_torch, in_turn, randn
 from kernel_inputs import fp8_type as fp8_type
 from kernel_pages import _interpretable as _interpretable
+from torch import Tensor
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.clamped import ClampedExperts

@@ -4,9 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 from gluon_mistakes import interpret_attention
 from kernel_forests import plant
 from kernel_inputs import DEVICE, assert_as_exact_as_torch, integers, randn

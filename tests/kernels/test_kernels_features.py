@@ -4,9 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 import triton.language as tl
 from triton import knobs
 from triton.compiler import compiler

@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from kernel_inputs import assert_as_exact_as_torch, randn
 from kernel_pages import make_pages
 from other_gpus import use_gpu
+from torch import Tensor
 
 from dflash_toolkit.kernels import flash, gpu, reference
 from dflash_toolkit.kernels.paged import PagedKV

@@ -5,12 +5,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from kernel_inputs import fp8_kinds
 from kernel_inputs import fp8_type as fp8_type
+from torch import Tensor
 
 from dflash_toolkit.kernels import gpu
 from dflash_toolkit.kernels.formats import FP8_MAX, RowScaledFp8

@@ -2,13 +2,10 @@
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 import triton
 import triton.language as tl
 from kernel_inputs import DEVICE
+from torch import Tensor
 
 from dflash_toolkit.kernels.formats import FP8_MAX
 from dflash_toolkit.kernels.triton.fp8 import of_fp8, to_fp8

@@ -6,13 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from kernel_inputs import fp8_kinds
 from kernel_inputs import fp8_type as fp8_type
 from other_gpus import use_gpu
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash_toolkit.kernels import features, gpu, reference

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from kernel_forests import plant
 from kernel_inputs import DEVICE, DTYPES, EPS, assert_as_exact_as_torch, in_turn, integers, make_rope, randn
 from kernel_pages import _interpretable as _interpretable
 from kernel_pages import attend, check_attention, check_invariant, check_slots, make_pages
+from torch import Tensor
 
 from dflash_toolkit.kernels import features, gpu, reference
 from dflash_toolkit.kernels.hopper import attention as hopper_attention

@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from gluon_interpreter import Interpreted
 from gluon_mistakes import Mistake, broken, complaint
 from kernel_layers import EPS, assert_close, double, in_fp8, matrices
+from torch import Tensor
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.formats import RowScaledFp8, cast_fp8

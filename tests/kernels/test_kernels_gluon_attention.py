@@ -4,9 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 from gluon_mistakes import broken, complaint, interpret_attention
 from kernel_inputs import randn
 from kernel_pages import attend, check_attention, check_padding, check_slots, make_pages

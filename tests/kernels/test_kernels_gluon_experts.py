@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from gluon_interpreter import Interpreted
 from kernel_inputs import DEVICE, randn
+from torch import Tensor
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.formats import BlockScaledFp8, QuantizedRows, quantize_groups

@@ -5,14 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from gluon_interpreter import Interpreted
 from gluon_mistakes import broken, complaint
 from kernel_inputs import integers, randn
 from kernel_pages import Pages, check_attention, make_pages
+from torch import Tensor
 
 from dflash_toolkit.kernels.hopper import prefill
 

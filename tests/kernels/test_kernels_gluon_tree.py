@@ -5,14 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from gluon_interpreter import Interpreted
 from gluon_mistakes import broken, complaint, interpret_attention
 from kernel_forests import Forest, plant, without_others
 from kernel_inputs import assert_as_exact_as_torch
+from torch import Tensor
 
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
 from dflash_toolkit.kernels.hopper import tree_attention as tree_hopper

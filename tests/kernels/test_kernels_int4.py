@@ -6,11 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from kernel_inputs import DEVICE, in_turn
+from torch import Tensor
 
 from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels.formats import GroupedInt4, Int4

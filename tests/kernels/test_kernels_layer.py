@@ -13,12 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_layers import EPS, assert_close, double, in_fp8, matrices
 from torch import Tensor
 from transformers import LlamaConfig
-
-pytest.importorskip("triton")
-
-from kernel_layers import EPS, assert_close, double, in_fp8, matrices
 
 from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels.formats import cast_fp8

@@ -6,11 +6,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from kernel_inputs import guarded, in_turn, operands
+from torch import Tensor
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.triton import linear as kernels

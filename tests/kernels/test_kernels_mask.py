@@ -5,8 +5,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels.triton import mask as kernel
 

@@ -4,8 +4,6 @@ import pytest
 import torch
 from other_gpus import use_gpu
 
-pytest.importorskip("triton")
-
 from dflash_toolkit.kernels import launch
 
 

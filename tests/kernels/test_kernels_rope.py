@@ -4,12 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from kernel_inputs import DEVICE, EPS, assert_as_exact_as_torch, exact_norm, in_turn, integers, make_rope, randn
 from kernel_pages import make_pages
+from torch import Tensor
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.triton import rope

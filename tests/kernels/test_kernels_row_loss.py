@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-pytest.importorskip("triton")
-
 from dflash_toolkit.kernels import reference as definition
 from dflash_toolkit.kernels.loss_terms import CROSS_ENTROPY, LossMix, RowTerms
 from dflash_toolkit.kernels.triton import row_loss as triton_kernel

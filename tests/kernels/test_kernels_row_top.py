@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from dflash_toolkit.kernels import reference as definition
 from dflash_toolkit.kernels.triton import row_top as triton_kernel
 

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from small_vocabulary import chi_square
 from torch import Tensor
 
-pytest.importorskip("triton")
-
 from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels.triton import sample as kernel
 from dflash_toolkit.runtime.proposer import Draft

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from kernel_inputs import DEVICE, EPS, assert_as_exact_as_torch, guarded, in_turn
+from torch import Tensor
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.triton import slots, walk

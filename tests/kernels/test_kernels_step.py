@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from kernel_inputs import DEVICE, DTYPES, EPS, assert_as_exact_as_torch, exact_norm, in_turn, randn
 from kernel_pages import _interpretable as _interpretable
 from kernel_pages import attend, check_attention, check_invariant, check_padding, check_slots, make_pages
+from torch import Tensor
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.formats import values_of

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton")
-
 from dflash_toolkit.kernels.features import KNOWN
 from dflash_toolkit.kernels.formats import BLOCK
 from dflash_toolkit.kernels.launch import padded

@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 from kernel_forests import plant, random_trees, rows_of, without_others
 from kernel_inputs import DEVICE, DTYPES, assert_as_exact_as_torch, in_turn, integers, operands, randn
 from kernel_pages import _interpretable as _interpretable
 from kernel_pages import attend, make_pages
+from torch import Tensor
 
 from dflash_toolkit.draft_tree import best_first
 from dflash_toolkit.kernels import gpu, reference

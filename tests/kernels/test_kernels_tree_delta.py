@@ -6,14 +6,11 @@ from dataclasses import fields
 
 import pytest
 import torch
+from delta_nets import ROWS, Net, copied, net
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
-pytest.importorskip("triton")
-
-from delta_nets import ROWS, Net, copied, net
 from kernel_inputs import DEVICE, in_turn, integers
+from torch import Tensor
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.delta import DeltaMemory, TreeInputs
