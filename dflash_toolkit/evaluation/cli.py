@@ -398,8 +398,7 @@ def _load(config: EvalConfig) -> "Pair":
             drafter.config = drafter.config.with_block_size(config.draft.block_size)
         except ValueError as error:
             raise UserError(str(error)) from error
-    refused, method = None, cast(DraftSampleMethod, config.draft.draft_sample_method)  # one of its choices
-    trees = config.draft.tree_nodes, config.draft.draft_tree_width
+    refused = None
     tokenizer = load_tokenizer(config.target, **config.rendering)
     warn_of_penalty(config.target)
 
@@ -411,17 +410,16 @@ def _load(config: EvalConfig) -> "Pair":
     modules = reference() if config.recall else None
     if config.runtime != "reference":
         try:
-            how = config.device, config.dtype, config.draft.draft_dtype, method, *trees
-            more = {"share": config.recall, "tokenizer": tokenizer, "kv_cache_dtype": config.draft.kv_cache_dtype}
-            return EnginePair.load(modules or config.target, drafter, *how, **more)
+            drafting = to_mapping(config.draft) | {"num_speculative_tokens": None}
+            how = {"share": config.recall, "tokenizer": tokenizer} | drafting
+            return EnginePair.load(modules or config.target, drafter, config.device, config.dtype, **how)
         except UnsupportedModel as error:
-            if (
-                config.runtime == "engine" or config.draft.draft_dtype == "fp8" or config.draft.fp8_cache
-            ):  # not supported by the reference
-                raise
+            if config.runtime == "engine" or config.draft.draft_dtype == "fp8" or config.draft.fp8_cache:
+                raise  # the reference supports neither
             refused = str(error.__cause__ or error)  # without the advice to use the reference
     target = modules or reference()
-    pair = ReferencePair(target, drafter, method, *trees)
+    method = cast(DraftSampleMethod, config.draft.draft_sample_method)  # one of its choices
+    pair = ReferencePair(target, drafter, method, config.draft.tree_nodes, config.draft.draft_tree_width)
     if refused is not None:
         print(f"using the reference, because the engine does not support this: {refused}", file=sys.stderr)
         pair.facts["refused_by_the_engine"] = refused

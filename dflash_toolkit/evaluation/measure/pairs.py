@@ -4,7 +4,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -144,44 +144,26 @@ class EnginePair(Pair):
     Each is created on first use, with cache for one prompt and its answer.
 
     Args:
-        draft_tree: number of nodes verified per step; 0: chains.
-        draft_tree_width: maximum children of a node; None: its default, WIDTH.
+        drafting: fields of `DraftOptions`; by default chains are drafted.
 
     Raises:
-        ValueError: a `draft_dtype` or `draft_sample_method` that the engine does not know.
+        ValueError: a value that the engine does not know.
     """
 
     name = "engine"
 
-    def __init__(
-        self,
-        parts: Parts,
-        tokenizer: Any,
-        facts: dict[str, Any],
-        draft_dtype: str = "auto",
-        draft_sample_method: DraftSampleMethod = "greedy",
-        draft_tree: int = 0,
-        draft_tree_width: int | None = None,
-        kv_cache_dtype: str = "auto",
-    ) -> None:
+    def __init__(self, parts: Parts, tokenizer: Any, facts: dict[str, Any], **drafting: Any) -> None:
         assert parts.drafter is not None
         target, self._parts = parts.target, parts
-        if draft_tree:
-            draft_tree_width = draft_tree_width or WIDTH
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
-        self._options = EngineOptions(
-            max_num_seqs=1,
-            prefix_cache=False,
-            draft_dtype=resolve_draft_dtype(draft_dtype, self.device, self.dtype),
-            draft_sample_method=draft_sample_method,
-            draft_tree=draft_tree,
-            draft_tree_width=draft_tree_width,
-            kv_cache_dtype=kv_cache_dtype,
-        )
-        self.draft_sample_method = draft_sample_method
-        how = {"draft_dtype": self._options.draft_dtype, "draft_sample_method": draft_sample_method}
-        how |= {"kv_cache_dtype": "fp8"} if self._options.fp8_cache else {}
-        self.tokenizer, self.facts = tokenizer, facts | how | _tree_facts(draft_tree, draft_tree_width)
+        asked = EngineOptions(max_num_seqs=1, prefix_cache=False, **{"draft_tree": 0} | drafting)
+        nodes, dtype = asked.draft_tree or 0, resolve_draft_dtype(asked.draft_dtype, self.device, self.dtype)
+        width = asked.draft_tree_width or WIDTH if nodes else asked.draft_tree_width
+        self._options = replace(asked, draft_dtype=dtype, draft_tree_width=width)
+        self.draft_sample_method = cast(DraftSampleMethod, asked.draft_sample_method)  # one of its choices
+        how = {"draft_dtype": dtype, "draft_sample_method": self.draft_sample_method}
+        how |= {"kv_cache_dtype": "fp8"} if asked.fp8_cache else {}
+        self.tokenizer, self.facts = tokenizer, facts | how | _tree_facts(nodes, width)
         self.context_limit, self.block_size = target.spec.context_limit, parts.drafter.config.block_size
         self.vocabulary = target.spec.vocab_size
         self._context = self.context_limit
@@ -194,13 +176,10 @@ class EnginePair(Pair):
         drafter: Drafter,
         device: str = "auto",
         dtype: str = "auto",
-        draft_dtype: str = "auto",
-        draft_sample_method: DraftSampleMethod = "greedy",
-        draft_tree: int = 0,
-        draft_tree_width: int | None = None,
+        *,
         share: bool = False,
         tokenizer: Any = None,
-        kv_cache_dtype: str = "auto",
+        **drafting: Any,
     ) -> "EnginePair":
         """Loads as `load_parts` does and raises what it raises; moves `drafter` to the device."""
         if isinstance(target, str):
@@ -211,8 +190,7 @@ class EnginePair(Pair):
             parts = load_parts(target, drafter, device, dtype, share=share, tokenizer=tokenizer)
         tensors = parts.target.parameter_views(stacked=True)  # by module names, as in the reference
         facts = _facts(name, config, tokenizer, tensors.items(), drafter)
-        trees = draft_tree, draft_tree_width
-        pair = cls(parts, tokenizer, facts, draft_dtype, draft_sample_method, *trees, kv_cache_dtype)
+        pair = cls(parts, tokenizer, facts, **drafting)
         pair.modules = None if isinstance(target, str) else (target, drafter)
         return pair
 
