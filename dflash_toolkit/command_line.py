@@ -234,7 +234,7 @@ def default_note(field: Any) -> str:
     """Returns the end of a help text: the default, unless the text itself has it."""
     if field.default is dataclasses.MISSING:
         return " (required)"
-    if field.default is None or field.default == () or field.default == "":
+    if field.default is None or field.default == () or field.default == "" or "(default:" in field.metadata["help"]:
         return ""
     values = field.default if isinstance(field.default, tuple) else (field.default,)
     words = [("off", "on")[value] if isinstance(value, bool) else str(value) for value in values]

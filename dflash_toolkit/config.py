@@ -52,7 +52,7 @@ def option(
     """Declares a field of a dataclass that the user can set.
 
     Args:
-        help: starts with a noun or a verb; if the default is None or empty, it ends with "(default: ...)".
+        help: starts with a noun or a verb; ends with "(default: ...)" if the default is None, empty or not all of it.
         choices: for strings, the allowed values, or a function that returns them.
         flag: its flag, if that is not its name; for an option of a group, a second, short one.
         named: the items of the list are NAME=VALUE, so after its flag only dotted keys are overrides.

@@ -128,7 +128,7 @@ def _parts(file: Path) -> list[_Part]:
             kind = f"{about['dtype']} {[int(n) for n in about['shape']]}"
             found.append(_Part(name, kind, file, 8 + length + start, end - start))
     except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{file}: damaged, no safetensors file ({error})") from error
+        raise UserError(f"{file}: damaged or not a safetensors file ({error})") from error
     return found
 
 

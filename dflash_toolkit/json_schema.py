@@ -521,7 +521,7 @@ def _number(part: Part, name: str, place: str) -> Schema:
     step = part.get("multipleOf")
     if step is not None:
         if step not in range(1, 1025):
-            raise UnsupportedSchema(f"'multipleOf' of {step!r} is not supported, of integers 1..1024 is{_at(place)}")
+            raise UnsupportedSchema(f"'multipleOf' of {step!r} is not supported; use an integer in 1..1024{_at(place)}")
         name = "integer"  # narrower than a number, such as 6.0
     found: Part = {"type": name} | ({"multipleOf": int(step)} if step is not None and step != 1 else {})
     least, most = part.get("minimum"), part.get("maximum")

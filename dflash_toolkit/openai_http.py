@@ -140,7 +140,7 @@ def open_reply(url: str, timeout_s: float, body: dict[str, Any] | None = None) -
         kinds = dict.fromkeys(REFUSED, RefusedError) | dict.fromkeys(MISSING, MissingError)
         raise kinds.get(error.code, UserError)(f"{without_login(url)}: {reason}") from error
     except UnicodeError as error:  # a host name that cannot be encoded for DNS
-        raise UserError(f"endpoint {without_login(url)!r} is no address ({error})") from error
+        raise UserError(f"endpoint {without_login(url)!r} is not an address ({error})") from error
     except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
         raise TryAgainError(str(getattr(error, "reason", None) or error) or type(error).__name__) from error
 
@@ -151,9 +151,9 @@ def base_url(url: str) -> str:
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
         valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
     except ValueError as error:
-        raise UserError(f"endpoint {url!r} is no address ({error})") from error
+        raise UserError(f"endpoint {url!r} is not an address ({error})") from error
     if not valid:
-        raise UserError(f"endpoint {url!r} is no address; expected something like http://localhost:8000")
+        raise UserError(f"endpoint {url!r} is not an address; expected something like http://localhost:8000")
     path = parts.path.rstrip("/")
     return f"{parts.scheme}://{parts.netloc}{path if path.endswith('/v1') else path + '/v1'}"
 

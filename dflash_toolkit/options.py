@@ -197,7 +197,7 @@ class DraftOptions(Options):
     draft_sample_method: str = option(
         "greedy",
         "drafts of requests with a temperature: greedy takes the most probable tokens and keeps the output identical; "
-        "probabilistic samples them and keeps its distribution",
+        "probabilistic samples them and keeps the output's distribution",
         DRAFT_SAMPLE_METHODS,
     )
 

@@ -27,7 +27,9 @@ def stop_tokens(
     for eos in (getattr(generation, "eos_token_id", None), config.eos_token_id):
         ids = end_ids(eos)
         if any(type(token) is not int for token in ids):
-            raise UserError(f"target {config.name_or_path}: eos_token_id {eos!r} is no token id and no list of them")
+            raise UserError(
+                f"target {config.name_or_path}: eos_token_id {eos!r} is neither a token id nor a list of them"
+            )
         found += ids
     return tuple(dict.fromkeys(token for token in found if token is not None))
 

@@ -73,7 +73,7 @@ def _checked(pattern: str) -> str:
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{pattern[:200]!r} is no regular expression ({error})") from error
+        raise ValueError(f"{pattern[:200]!r} is not a regular expression ({error})") from error
     return pattern
 
 

@@ -19,7 +19,7 @@ def choose_template(tokenizer: Any, chat_template: str | None = None, prompt_for
         prompt_format: one of `FORMATS`.
 
     Raises:
-        UserError: the file cannot be read, or is no template.
+        UserError: the file cannot be read, or is not a template.
     """
     if prompt_format == "text":
         tokenizer.chat_template = TEXT

@@ -64,7 +64,7 @@ class AdaptOptions(Options):
     )
     adapt_learning_rate: float | None = option(
         None,
-        "learning rate of the trainer (default: that of dflash-train, low for a --drafter that is given)",
+        "learning rate of the trainer (default: that of dflash-train, lower if --drafter is given)",
         within="> 0",
     )
     adapt_opt_in: bool = option(False, 'learn only from requests with "store": true')

@@ -99,7 +99,7 @@ def test_every_help_text_begins_with_a_word_and_gives_the_default(command: str) 
     for key, option in list_options(OPTIONS[command][1]):
         text = option.field.metadata["help"] + default_note(option.field)
         assert re.match(r"(?!(of|and|what|where|which|whose|how many|for|in|so|the|a) )[a-zA-Z]", text), (key, text)
-        assert re.search(r"\((default: |required)", text), (key, text)
+        assert len(re.findall(r"\((?:default: |required)", text)) == 1, (key, text)
         assert re.fullmatch(r"[A-Z]+|\{[\w,-]+\}", kind_of(option)) and kind_of(option) != "VALUE", key
 
 

@@ -205,7 +205,7 @@ def test_no_escape_repeats_the_name_of_a_property() -> None:
         ({"type": "string", "pattern": r"^(a|b)\1$"}, "Backreference is not supported"),
         ({"type": "string", "pattern": r"a\b"}, "Word boundary is not supported"),
         ({"type": "string", "pattern": "a(?=b)"}, "'pattern' .* is not supported"),
-        ({"type": "string", "pattern": "(", "maxLength": 2}, "is no regular expression"),
+        ({"type": "string", "pattern": "(", "maxLength": 2}, "is not a regular expression"),
         ({"oneOf": [{"const": number} for number in range(600)]}, "more than 512 alternatives"),
         ({"type": "string", "format": "date", "maxLength": 3}, "with 'format' is not supported"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "refers to itself|allows no"),

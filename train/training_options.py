@@ -130,8 +130,8 @@ class LossOptions(Options):
     selector: float = option(1.0, "weight of the loss over the candidates of DFlash 2 or DSpine", within=">= 0")
     gold: str = option(
         "skip",
-        "DFlash 2: what to do if the true token is no candidate: skip the slot in the selector's loss, or inject the "
-        "token as the last candidate",
+        "DFlash 2: what to do if the true token is not a candidate: skip the slot in the selector's loss, or inject "
+        "the token as the last candidate",
         choices=("skip", "inject"),
     )
     temperature: float = option(

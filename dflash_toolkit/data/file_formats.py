@@ -211,9 +211,7 @@ def _numbered(rows: Any, name: str, path: Path | None = None) -> Iterator[Found]
             return
         except Exception as error:  # the network, or a broken file
             if unreachable(error):
-                raise UserError(
-                    f"{name}: row {number} cannot be fetched, the hub cannot be reached any more"
-                ) from error
+                raise UserError(f"{name}: row {number} cannot be fetched, the hub can no longer be reached") from error
             raise _unreadable(name, error) from error
         yield Found(number, "row", row, path)
 

@@ -46,7 +46,7 @@ class DoctorConfig(TemplateOptions):
     max_tokens: int = option(128, "longest response, in tokens", common=True, within=">= 8")
     temperature: float = option(
         0.0,
-        "temperature that it will serve at; above 0, acceptance is compared with that of greedy decoding",
+        "temperature at which the drafter will be served; above 0, acceptance is compared with that of greedy decoding",
         common=True,
     )
     thinking: bool | None = option(None, f"{THINKING} (default: the template's own)", common=True)

@@ -81,7 +81,7 @@ class CheckConfig:
 
     @property
     def limits(self) -> list[Limit]:
-        """Raises ValueError for an item that is no limit."""
+        """Raises ValueError for an item that is not a limit."""
         return [_limit(figure, item) for figure in FIGURES for item in getattr(self, figure)]
 
 
@@ -92,7 +92,7 @@ def _limit(figure: str, item: str) -> Limit:
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or (equals and not name):
-        raise ValueError(f"{figure}: {item!r} is no limit; give a number, or SET=NUMBER")
+        raise ValueError(f"{figure}: {item!r} is not a limit; give a number, or SET=NUMBER")
     return Limit(figure, name or None, value)
 
 

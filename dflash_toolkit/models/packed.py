@@ -102,7 +102,7 @@ def alone(model: "PreTrainedModel", lengths: Sequence[int]) -> Iterator[dict[str
         raise ValueError(f"documents of {list(lengths)} tokens; each needs one or more")
     if not separable(model):
         raise UnsupportedModel(
-            f"{type(model).__name__} mixes tokens in ways that rows that are packed do not have: give it one at a time"
+            f"{type(model).__name__} mixes tokens in ways that packed rows cannot follow: give it one row at a time"
         )
     from transformers import AttentionInterface  # seconds to import, and the runtime needs none of it
 
@@ -281,7 +281,7 @@ def _refuse(function: str, others: dict[str, Any]) -> None:
     supported = NO_EFFECT | {"cu_seq_lens_q", "max_length_q", "cu_seqlens"}
     if unknown := [name for name, value in others.items() if value is not None and name not in supported]:
         raise UserError(
-            f"{function} is asked for {', '.join(unknown)}, which rows that are packed do not have: such a target is "
+            f"{function} is asked for {', '.join(unknown)}, which packed rows do not have: such a target is "
             f"not supported"
         )
 

@@ -129,7 +129,7 @@ def _tokens(name: str, key: str, generation: Any) -> list[int]:
     if value is None:
         return []
     if not isinstance(value, list) or not all(map(_is_token, value)):
-        raise _refused(name, key, value, "is no list of token ids")
+        raise _refused(name, key, value, "is not a list of token ids")
     return value
 
 
@@ -140,11 +140,11 @@ def _words(name: str, generation: Any) -> Iterator[tuple[int, float]]:
     pairs = pairs.items() if isinstance(pairs, dict) else pairs
     for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not isinstance(pair[1], (int, float)):
-            raise _refused(name, "sequence_bias", pair, "is no pair of token ids and a number")
+            raise _refused(name, "sequence_bias", pair, "is not a pair of token ids and a number")
         words.append(("sequence_bias", pair[0], max(float(pair[1]), BANNED)))
     for key, word, bias in words:
         if not isinstance(word, (list, tuple)) or not word or not all(map(_is_token, word)):
-            raise _refused(name, key, word, "is no list of token ids")
+            raise _refused(name, key, word, "is not a list of token ids")
         if len(word) > 1:
             raise _refused(name, key, word, "is a sequence of several tokens and not supported")
         yield word[0], bias
@@ -155,5 +155,5 @@ def _count(name: str, key: str, generation: Any) -> int:
     if value is None:
         return 0
     if type(value) is not int or value < 0:
-        raise _refused(name, key, value, "is no number of tokens")
+        raise _refused(name, key, value, "is not a number of tokens")
     return value

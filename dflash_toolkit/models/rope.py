@@ -155,7 +155,7 @@ class RopeScaling:
         except ArithmeticError as error:
             raise ValueError(f"theta {theta:g} with {self.parameters} makes no frequencies ({error})") from error
         if not all(map(math.isfinite, (*found, factor))):
-            raise ValueError(f"theta {theta:g} with {self.parameters} makes frequencies that are no numbers")
+            raise ValueError(f"theta {theta:g} with {self.parameters} makes frequencies that are not numbers")
         return found, factor
 
 

@@ -82,8 +82,8 @@ def _dequantized_fp8(asked: dict[str, Any], name: str, slices: int = 1) -> dict[
                         )
                     if size > block and size % block:
                         raise UserError(
-                            f"target {name}: tensor {tensor!r} of {shape} is no multiple of its FP8 blocks of {block}, "
-                            f"which cannot be dequantized; use --device cuda with the package kernels, or the "
+                            f"target {name}: tensor {tensor!r} of {shape} is not a multiple of its FP8 blocks of "
+                            f"{block}, which cannot be dequantized; use --device cuda with the package kernels, or the "
                             f"unquantized checkpoint"
                         )
     return asked | {"dequantize": True}

@@ -99,7 +99,7 @@ def test_resampling_in_parts_gives_the_same_sums(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("freedom", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (39, 2.023)])
-def teststudent_quantile_t_quantiles_match_tables(freedom: int, t: float) -> None:
+def test_quantiles_of_student_t_match_tables(freedom: int, t: float) -> None:
     assert student_quantile(0.975, freedom) == pytest.approx(t, rel=0.01)
 
 

@@ -115,9 +115,9 @@ def test_check_selects_a_section_by_name(changed: Any, capsys: pytest.CaptureFix
     ("words", "message"),
     [
         pytest.param(["{report}", "--min-tau", "gsm8k=2"], "no set 'gsm8k'; it has 'sky', '<b>'", id="unknown set"),
-        pytest.param(["{report}", "--min-tau", "sky=much"], "min-tau: 'sky=much' is no limit", id="no number"),
-        pytest.param(["{report}", "--min-tau", "=2"], "'=2' is no limit; give a number, or SET=NUMBER", id="no set"),
-        pytest.param(["{report}", "--max-regret", "nan"], "max-regret: 'nan' is no limit", id="NaN"),
+        pytest.param(["{report}", "--min-tau", "sky=much"], "min-tau: 'sky=much' is not a limit", id="no number"),
+        pytest.param(["{report}", "--min-tau", "=2"], "'=2' is not a limit; give a number, or SET=NUMBER", id="no set"),
+        pytest.param(["{report}", "--max-regret", "nan"], "max-regret: 'nan' is not a limit", id="NaN"),
         pytest.param(["{report}"], "no limit to check; give at least one of --min-tau", id="no limit"),
         pytest.param(["--min-tau", "2"], "expected one report before the options, got 0", id="no report"),
         pytest.param(["{report}", "{report}", "--min-tau", "2"], "got 2", id="two reports"),

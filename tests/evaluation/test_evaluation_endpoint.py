@@ -238,7 +238,7 @@ def test_invalid_endpoint_options_are_refused_in_one_line(
     assert "also give --drafter, the directory of its card" in refused("--endpoint", url, "--write-model-card")
     assert "draft-tree is given with endpoint" in refused("--endpoint", url, "--draft-tree", "8")
     assert "endpoint http://127.0.0.1:9/v1 does not answer" in refused("--endpoint", "http://127.0.0.1:9")
-    assert "endpoint 'ftp://h' is no address" in refused("--endpoint", "ftp://h")
+    assert "endpoint 'ftp://h' is not an address" in refused("--endpoint", "ftp://h")
     assert "has org/tiny; name one as --served" in refused("--endpoint", url, "--served-model-name", "x")
     with serving(make_engine(target, None, max_model_len=256)) as plain:
         line = refused("--endpoint", plain)

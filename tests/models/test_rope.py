@@ -294,7 +294,7 @@ def test_rope_frequencies_are_real_on_the_meta_device(scaling: dict[str, Any]) -
         (YARN | {"attention_factor": float("inf")}, "attention_factor is inf; it must be a number > 0"),
         (YARN | {"truncate": 1}, "truncate is 1; it must be true or false"),
         (YARN | {"rope_theta": 1.0}, "makes no frequencies (float division by zero)"),
-        (YARN | {"factor": 1e-320}, "makes frequencies that are no numbers"),
+        (YARN | {"factor": 1e-320}, "makes frequencies that are not numbers"),
         (YARN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1.0 is supported"),
         ({"full_attention": YARN}, "a rope of its own for 'full_attention' is not supported"),
     ],

@@ -222,7 +222,7 @@ def test_a_target_in_fp8_blocks_is_its_numbers_on_a_cpu_or_one_line(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     if intermediate % 128:  # transformers dequantizes with other blocks, and the features were off by 18
         said = refusal(Target.load, str(tmp_path), "cpu")
-        assert "is no multiple of its FP8 blocks of 128" in said and "192" in said
+        assert "is not a multiple of its FP8 blocks of 128" in said and "192" in said
         return
     loaded = Target.load(str(tmp_path), "cpu")
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}

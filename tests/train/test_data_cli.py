@@ -233,7 +233,7 @@ def last_word(value: object) -> str:
         (["--runtime", "reference", "--drafter", "/no/such"], "runtime reference excludes drafter"),
         (["--gpus", "2", "--endpoint", "http://127.0.0.1:9"], "gpus is 2"),
         (["--endpoint", "http://127.0.0.1:9", "--runtime", "engine"], "endpoint excludes"),
-        (["--endpoint", "ftp://x"], "'ftp://x' is no address"),
+        (["--endpoint", "ftp://x"], "'ftp://x' is not an address"),
         (["--data", "/no/such.jsonl"], "/no/such.jsonl"),
         (["--data", "BROKEN"], "broken.jsonl, line 2: not valid JSON"),
         (["--data", "REPLIES"], "replies.jsonl, line 1: none of messages"),

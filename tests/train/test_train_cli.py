@@ -246,7 +246,7 @@ TEXTS = {
             "no effect without responses.samples above 1 or responses.greedy_first=false",
         ),
         (["loss.alpha=2"], "loss.alpha is 2"),
-        (["loss.ce=0"], "loss.ce, loss.kl, loss.tv, loss.lk, loss.lk_hybrid are all 0"),
+        (["loss.ce=0"], "loss.ce, kl, tv, lk and lk_hybrid are all 0"),
         (["loss.tv=-1"], "loss.tv is -1"),
         (["loss.kl=inf"], "loss.kl: expected a finite number, got inf"),
         (["optim.learning_rate=nan"], "optim.learning_rate: expected a finite number"),

@@ -63,7 +63,7 @@ class Processes:
 
         Raises:
             UserError: no such device, fewer GPUs than processes, an environment without a launcher, or a number of
-                processes that is no multiple of `share`.
+                processes that is not a multiple of `share`.
         """
         world = _number("WORLD_SIZE", "1")
         here = _on_this_machine(world)

@@ -395,7 +395,7 @@ def _schema(form: Any) -> dict[str, Any]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Reads a report from a file or folder. Raises UserError if it is no valid report, or of another version."""
+    """Reads a report from a file or folder. Raises UserError if it is not a valid report, or of another version."""
     path = path / "report.json" if path.is_dir() else path
     try:
         report = json.loads(path.read_text(encoding="utf-8"))

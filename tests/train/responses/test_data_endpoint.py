@@ -189,9 +189,9 @@ def test_a_key_that_cannot_be_sent_is_not_shown(fake: Fake, monkeypatch: pytest.
 
 
 def test_an_address_that_cannot_be_read_is_named() -> None:
-    with pytest.raises(UserError, match=r"endpoint 'http://\[::1:80' is no address"):
+    with pytest.raises(UserError, match=r"endpoint 'http://\[::1:80' is not an address"):
         base_url("http://[::1:80")
-    with pytest.raises(UserError, match=r"endpoint 'http://a..b:8000/v1/models' is no address"):
+    with pytest.raises(UserError, match=r"endpoint 'http://a..b:8000/v1/models' is not an address"):
         find_models(["http://a..b:8000"], None, 1.0)
 
 
