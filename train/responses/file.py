@@ -199,7 +199,7 @@ def read_training_rows(paths: Sequence[str], match: Match) -> list[Row]:
 def _row_of(row: dict[str, Any], index: int) -> Row:
     if not all(type(token) is int for token in row["tokens"]):
         raise TypeError("tokens must be integers")
-    tokens = np.array(row["tokens"], np.int64)
+    tokens = np.array(row["tokens"])  # of objects beyond 64 bits, which are clipped below
     spans = tuple((int(start), int(end)) for start, end in row["spans"])
     prompt_tokens = int(row["prompt_tokens"])
     ends = [0, *(edge for span in spans for edge in span), len(tokens)]
