@@ -90,6 +90,9 @@ class Adapting:
 
     Args:
         drafter: that of the engine.
+
+    Attributes:
+        trainer: the process.
     """
 
     def __init__(self, engine: Engine, drafter: Drafter, config: "ServeConfig") -> None:
@@ -102,25 +105,25 @@ class Adapting:
         self._output = Path(options.adapt_output) if options.adapt_output else None
         self._engine, self._drafter = engine, drafter  # in fp32
         self._saved: queue.SimpleQueue[tuple[Callable[[str | None], object], str | None]] = queue.SimpleQueue()
-        self._trainer = TrainerProcess(
+        self.trainer = TrainerProcess(
             engine, head, drafter, training, device=device, share=options.adapt_share if shared else 1.0,
             memory=int(options.adapt_memory_gib * 2**30), fresh=config.drafter is None, on_swap=self._swapped,
         )  # fmt: skip
 
     def poll(self) -> None:
         """See `TrainerProcess.poll`."""
-        self._trainer.poll()
+        self.trainer.poll()
         while not self._saved.empty():
             done, error = self._saved.get()
             done(error)
 
     def roll_back(self) -> str | None:
         """Serves the version before the current one again; returns why that is impossible, if it is."""
-        return self._trainer.roll_back()
+        return self.trainer.roll_back()
 
     def report(self) -> Adaptation:
         """Returns the trainer's state, for metrics and /v1/drafter."""
-        status = self._trainer.status
+        status = self.trainer.status
         return Adaptation(
             steps=status.steps,
             requests=status.records,
@@ -131,11 +134,11 @@ class Adapting:
             promotions=status.promotions,
             rollbacks=status.rollbacks,
             busy_share=status.busy_share,
-            error=self._trainer.error,
+            error=self.trainer.error,
         )
 
     def close(self) -> None:
-        self._trainer.close()
+        self.trainer.close()
 
     def save(self, folder: str | None, done: Callable[[str | None], object] = lambda error: None) -> None:
         """Writes the served drafter to a directory, in a thread.

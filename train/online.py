@@ -123,6 +123,10 @@ class OnlineTrainer:
         self.pack_tokens, _ = packing(config, target_head.device)
         self.longest = self.pack_tokens or config.prompts.row_tokens
 
+    def use_target(self, target_head: TargetHead) -> None:
+        """Trains for another target of the same shape from the next step on; records of the old one are useless."""
+        self._head = target_head
+
     @property
     def steps(self) -> int:
         """Number of steps so far."""

@@ -68,6 +68,11 @@ class Capture:
         self._waiting.append((served, done))
         self.nbytes += size
 
+    def clear(self) -> None:
+        """Forgets all requests that wait."""
+        self._waiting.clear()
+        self.nbytes = 0
+
     def take(self, most: int | None = None) -> list[Served]:
         """Returns at most `most` requests with taps that have arrived, oldest first, and forgets them."""
         found: list[Served] = []

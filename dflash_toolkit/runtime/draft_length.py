@@ -1,5 +1,6 @@
 """Chooses how long a block to draft, from step times and each request's recent acceptance."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -73,6 +74,21 @@ class BlockChooser:
     def _try(self, seconds: Mapping[int, float]) -> int:
         expected = expected_tokens([self.DOUBTFUL], self._probes[-1])
         return max(self._probes, key=lambda size: expected[size - 1] / seconds[size])
+
+
+def break_even(seconds: Mapping[int, float]) -> float:
+    """Returns the tokens per step of the longest block from which some block is faster than plain decoding.
+
+    Every drafted token is accepted with the same probability, see `BlockChooser`. Infinite if no block can be faster.
+
+    Args:
+        seconds: of a step, by the length of its block; 1 is plain decoding.
+    """
+    for rate in np.linspace(0.0, 1.0, 101):
+        expected = expected_tokens([rate], max(seconds))
+        if any(expected[size - 1] / each > 1.0 / seconds[1] for size, each in seconds.items() if size > 1):
+            return expected[-1]
+    return math.inf
 
 
 def expected_tokens(rates: Sequence[float], longest: int) -> list[float]:

@@ -21,7 +21,7 @@ from ..models.dflash.network import Drafter
 from ..models.restrictions import Restrictions
 from ..sampling import GrammarError, SamplingParams
 from .capture import Capture
-from .draft_length import BlockChooser
+from .draft_length import BlockChooser, break_even
 from .fit import Budget, fit, log_fitted, planner_for
 from .graphs import buckets_up_to
 from .memory import Room, check_heads, explain_out_of_memory, room_for_cache
@@ -394,6 +394,16 @@ class Engine:
             return runner.prepare(sizes, self._tree_shapes, everything=everything)
         finally:
             runner.drafting = False
+
+    @property
+    def break_even(self) -> float:
+        """Tokens per step of whole blocks from which drafts make the running batch faster, by the times of steps."""
+        batch = self.runner.bucket(max(len(self.scheduler.running), 1))
+        if 1 not in self._sizes or (batch, 1) not in self._costs:
+            return 1.0
+        tokens = sum(request.length for request in self.scheduler.running)
+        seconds = self._costs.seconds([(batch, size) for size in self._sizes], tokens)
+        return break_even(dict(zip(self._sizes, seconds, strict=True)))
 
     def step_shapes(self, batch: int) -> list[StepShape]:
         """Returns the shapes of all steps that a batch of so many computed rows may run."""

@@ -44,6 +44,7 @@ from .wire import (
 
 IDLE_S = 1.0  # time without requests after which more steps are captured
 BACKGROUND_S = 0.05  # between two polls of the background while the engine is idle
+TRAINED = "the drafter learns from the requests (--adapt) and would be replaced soon; start the server with it"
 NOT_TRAINED = "no drafter is trained; start the server with --adapt"
 FAILED = "the request could not be computed; see the server's log"
 log = logging.getLogger(__name__)
@@ -202,6 +203,8 @@ class EngineLoop:
                 case SaveDrafter(number=number, folder=folder):
                     reply = functools.partial(self._reply, front, number)
                     self._background.save(folder, reply) if self._background else reply(NOT_TRAINED)
+                case ReplaceWeights(number=number, part="drafter") if self._background is not None:
+                    self._reply(front, number, TRAINED)
                 case ReplaceWeights():
                     self._weights.add(front, message)
                 case Ping():

@@ -99,6 +99,25 @@ def test_a_drafter_follows_a_target_that_is_trained_further() -> None:
     assert (engine.target_version, engine.drafter_version) == (1, 2)
 
 
+def test_records_of_an_old_target_are_forgotten() -> None:
+    target = bigram_target()
+    engine, adapter, _ = adapted(target)
+    prompts = prompts_of(*[4] * 48)
+    serve(engine, prompts)
+    for _ in range(61):
+        adapter.work()
+    head = bigram_target(2).head_weight
+    engine.update_target({"lm_head.weight": head})
+    with torch.no_grad():
+        target.head_weight.copy_(head)
+    adapter.use_target(target)
+    assert len(adapter.buffer) == adapter.buffer.nbytes == 0 and len(adapter.versions) == 1
+    first, promotions = tau(serve(engine, prompts)), adapter.promotions
+    for _ in range(61):
+        adapter.work()
+    assert tau(serve(engine, prompts)) > 1.3 * first and adapter.promotions > promotions and adapter.rollbacks == 0
+
+
 def test_a_worse_version_is_rolled_back() -> None:
     engine, adapter, _ = adapted(bigram_target())
     prompts = prompts_of(*[4] * 48)

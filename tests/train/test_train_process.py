@@ -30,6 +30,7 @@ from dflash_toolkit.train.objective.target_head import HeadWeights
 from dflash_toolkit.train.training_options import LossOptions, OptimOptions
 
 LATE_S = 240
+LONG = bool(os.environ.get("DFLASH_LONG"))
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 OPTIM: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 1e-2, "batch_size": 8, "ema": 0.5}
 CONFIG = TrainConfig(target="", loss=LossOptions(anchors=8), optim=OptimOptions(**OPTIM))
@@ -84,6 +85,7 @@ def right(target: Target, requests: list[Request]) -> bool:
     return all(r.tokens == alone(target, None, r.prompt_ids, PARAMS).tokens for r in requests)
 
 
+@pytest.mark.timeout(1800 if LONG else 300)
 def test_a_trainer_in_its_own_process_speeds_up_the_engine(pair: Pair) -> None:
     """With DFLASH_LONG 5,000 requests, with new versions among them."""
     engine, trainer, target = pair
@@ -97,7 +99,7 @@ def test_a_trainer_in_its_own_process_speeds_up_the_engine(pair: Pair) -> None:
 
     first = served(0)
     assert trainer.status.promotions or set(engine.stats.draft_lengths) == {0}
-    many = 114 if os.environ.get("DFLASH_LONG") else 1
+    many = 114 if LONG else 1
     for turn in range(1, many):
         served(turn)
     turns = itertools.count(many)  # requests go on: the first may have come before the trainer was ready
@@ -190,6 +192,22 @@ def test_a_late_trainer_learns_every_version(shared_pair: Pair) -> None:
     trainer.poll()
     assert engine.drafter_version in trainer._going.queue
     resume(engine, trainer)
+
+
+def test_a_trainer_forgets_the_requests_of_an_old_target(pair: Pair) -> None:
+    engine, trainer, target = pair
+    serve(engine, trainer, PROMPTS)
+    wait(trainer, lambda: trainer.status.records == len(PROMPTS))
+    new = bigram_target(2).head_weight
+    serve(engine, trainer, PROMPTS)  # some of these wait for the trainer
+    engine.update_target({"lm_head.weight": new})
+    target.head_weight.data.copy_(new)
+    trainer.poll()
+    prompts = prompts_to_learn()
+    assert right(target, serve(engine, trainer, prompts))
+    steps = trainer.status.steps
+    wait(trainer, lambda: trainer.status.records == len(prompts) and trainer.status.steps > steps)
+    assert trainer.alive and trainer.error is None
 
 
 def test_a_trainer_without_memory_ends_and_serving_goes_on(pair: Pair) -> None:

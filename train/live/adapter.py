@@ -16,6 +16,7 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.runtime.capture import Served
 
+from ..objective.target_head import TargetHead
 from ..online import OnlineTrainer, Record
 from ..run.held_out import Evaluation
 from ..run.resume_point import host_copy
@@ -26,7 +27,7 @@ LONGEST = 8
 MOST = 64  # records of a step
 LEAST_HELD_OUT = 8  # records for a look
 LOOK, LOOK_ON_CPU = 64, 16  # newest held-out records that versions are compared on
-PAYS = 1.3  # tokens per step from which drafting is faster than plain decoding
+PAYS, ALWAYS = 1.3, 3.0  # tokens per step from which a first version may be, and is, faster than plain decoding
 log = logging.getLogger(__name__)
 
 
@@ -40,6 +41,9 @@ class Serving(Protocol):
     """An `Engine`, or the link of `process.py` to one."""
 
     drafter_version: int
+
+    @property
+    def break_even(self) -> float: ...
 
     def start_capture(self, limit: int) -> Source: ...
 
@@ -155,7 +159,8 @@ class Adapter:
         plain = self.served.plain
         now = replace(candidate, steps=candidate.tokens) if plain else self._served_on(held)
         self._looked, self._gap = self._trainer.steps, min(2 * self._gap, LONGEST * self._every)
-        if self._promotion.judge(candidate, now) and (candidate.tau >= PAYS or not plain):
+        pays = not plain or candidate.tau >= min(max(self._engine.break_even, PAYS), ALWAYS)
+        if self._promotion.judge(candidate, now) and pays:
             self._gap = min((self.promotions + 2) * self._every, LONGEST * self._every)
             drafter, state = self._saved()
             self._engine.load_drafter(drafter)
@@ -190,6 +195,15 @@ class Adapter:
             self._looked, self._gap = self._trainer.steps, self._every
             old.number, self.versions = self._engine.drafter_version, [old]
             self.rollbacks += 1
+
+    def use_target(self, target_head: TargetHead) -> None:
+        """Learns for a new target: records, live acceptance and the version before are about the old one."""
+        self._trainer.use_target(target_head)
+        self.buffer.clear()
+        self.versions = [self.served]
+        self.served.live, self.served.walked = LiveAcceptance(), {}
+        self._promotion, self._rollback = Promotion(), Rollback()
+        self._looked, self._gap = self._trainer.steps, self._every
 
     def _saved(self) -> tuple[Drafter, dict[str, Any]]:
         """Returns copies of the trainer's drafter, on its device, and of its state, in host memory."""

@@ -71,7 +71,10 @@ class Shared(ctypes.Structure):
     busy: bool  # the engine has requests
     working: bool  # the trainer does not pause
     cost: float  # see `Slowdown`
-    _fields_ = (("busy", ctypes.c_bool), ("working", ctypes.c_bool), ("cost", ctypes.c_double))
+    break_even: float  # see `Engine`
+    _fields_ = (
+        ("busy", ctypes.c_bool), ("working", ctypes.c_bool), ("cost", ctypes.c_double), ("break_even", ctypes.c_double),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class TrainerProcess:
 
     Args:
         engine: with a drafter and `EngineOptions(keep_taps=True)`.
-        head: embedding and head of the target.
+        head: embedding and head of the target; they are read again when the engine has new weights.
         drafter: the served drafter.
         config: see `OnlineTrainer`.
         device: of the trainer (default: that of `head`).
@@ -118,6 +121,7 @@ class TrainerProcess:
         self.error: str | None = None
         self._on_swap = on_swap
         self._engine, self._capture = engine, engine.start_capture(memory // WAITING)
+        self._head, self._target_version = head, engine.target_version
         if fresh:
             engine.stop_drafting()
         options = {"memory": memory, "batch": batch, "every": every, "anchors": list(anchors), "fresh": fresh}
@@ -127,7 +131,7 @@ class TrainerProcess:
         work = Work(head.to(host), drafter.config, weights, config, place, share, options)
         context = multiprocessing.get_context("spawn")
         self._connection, end = context.Pipe()
-        self._shared: Shared = context.RawValue(Shared, False, False, 1.0)
+        self._shared: Shared = context.RawValue(Shared, False, False, 1.0, engine.break_even)
         self._ready, self._polls, self._last = False, 0, (0, False, 0.0)
         self._slowdown = Slowdown()
         self._process = context.Process(target=_main, args=(end, self._shared), name="trainer", daemon=True)
@@ -152,6 +156,10 @@ class TrainerProcess:
         """Sends what was served, and swaps in a drafter that has arrived. Never waits for the trainer, never raises."""
         self._shared.busy = not self._engine.scheduler.idle
         self._count_step()
+        if self._engine.target_version != self._target_version:
+            self._target_version = self._engine.target_version
+            self._capture.clear()
+            self._going.put(self._head.to(torch.device("cpu")))
         for served in self._capture.take(max(IN_FLIGHT - self._going.qsize(), 0)):
             self._going.put(served)
         while self._came:
@@ -180,7 +188,7 @@ class TrainerProcess:
             self._slowdown.add(requests, working, now - self._last[2])
         self._last, self._polls = (requests, working, now), self._polls + 1
         if self._polls % POLLS == 0:
-            self._shared.cost = self._slowdown.cost
+            self._shared.cost, self._shared.break_even = self._slowdown.cost, self._engine.break_even
 
     def roll_back(self) -> str | None:
         """Asks for the version before the served one; returns why that is impossible, if it is."""
@@ -224,10 +232,14 @@ class TrainerProcess:
 class _Link:
     """The trainer's side: an `Adapter` uses it as the engine."""
 
-    def __init__(self, connection: Any, dtype: torch.dtype) -> None:
-        self._connection, self._dtype = connection, dtype
+    def __init__(self, connection: Any, shared: Shared, dtype: torch.dtype, device: torch.device) -> None:
+        self._connection, self._shared, self._dtype, self._device = connection, shared, dtype, device
         self.drafter_version = 0
         self.adapter: Adapter | None = None
+
+    @property
+    def break_even(self) -> float:
+        return self._shared.break_even
 
     def start_capture(self, limit: int) -> "_Link":
         return self
@@ -239,6 +251,11 @@ class _Link:
             message = receive(self._connection)
             if isinstance(message, Served):
                 found.append(message)
+                continue
+            if isinstance(message, HeadWeights):
+                found.clear()  # of the target before
+                if self.adapter is not None:
+                    self.adapter.use_target(message.to(self._device))
                 continue
             if message == ROLL_BACK:
                 if self.adapter is not None:
@@ -290,7 +307,7 @@ def _train(work: Work, connection: Any, shared: Shared) -> None:
     drafter = Drafter.of_tensors(work.shape, work.weights).to(work.device)
     trainer = OnlineTrainer(work.head.to(work.device), drafter, work.config)
     _warm_up(trainer)
-    link = _Link(connection, work.head.dtype)
+    link = _Link(connection, shared, work.head.dtype, work.device)
     link.adapter = adapter = Adapter(link, trainer, **work.options)
     worked_s = passed_s = 0.0  # both decay, so that they are about those of the last minute
     ended = time.perf_counter()

@@ -54,6 +54,10 @@ class Reservoir:
         heapq.heapify(self._heap)
         self.nbytes = sum(size_of(record) for _, _, record in self._heap)
 
+    def clear(self) -> None:
+        """Removes all records."""
+        self._heap, self.nbytes = [], 0
+
     def sample(self, count: int) -> list[Record]:
         """Returns `count` different records, or all of them if there are fewer."""
         return [entry[2] for entry in self._dice.sample(self._heap, min(count, len(self._heap)))]
@@ -99,6 +103,12 @@ class ReplayBuffer:
     def discard(self, records: Sequence[Record]) -> None:
         """Removes records that cannot be trained on."""
         self._training.discard(frozenset(records))
+
+    def clear(self) -> None:
+        """Removes all records, also the anchors."""
+        self._anchors = []
+        self._training.clear()
+        self._held_out.clear()
 
     def sample(self, count: int) -> list[Record]:
         """Returns up to `count` records to train on, a share of `ANCHORS` from the anchors."""
