@@ -1,5 +1,6 @@
 """The choice of the block size: its cost without accepted drafts, and the step times that it uses."""
 
+import math
 import random
 import statistics
 from collections import deque
@@ -20,7 +21,7 @@ from dflash_toolkit import SamplingParams
 from dflash_toolkit.kernels.features import KNOWN
 from dflash_toolkit.runtime import EngineOptions, load_engine, timing
 from dflash_toolkit.runtime import engine as engine_module
-from dflash_toolkit.runtime.draft_length import BlockChooser, block_sizes, expected_tokens
+from dflash_toolkit.runtime.draft_length import BlockChooser, block_sizes, break_even, expected_tokens
 from dflash_toolkit.runtime.engine import expected_of_first_requests
 from dflash_toolkit.runtime.graphs import buckets_up_to
 from dflash_toolkit.runtime.request import RollingAcceptance, StepShape
@@ -41,6 +42,12 @@ def chooser(**times: float) -> BlockChooser:
     """Times of blocks s1, s4, s8, s16 in milliseconds, for every bucket."""
     table = {(1, int(name[1:])): t for name, t in times.items()}
     return BlockChooser([int(name[1:]) for name in times], StepCosts(table), lambda rows: 1)
+
+
+def test_drafts_pay_from_the_acceptance_at_which_a_block_is_faster() -> None:
+    assert break_even({1: 1.0, 4: 1.5}) == pytest.approx(1.5, abs=0.02)
+    assert break_even({1: 1.0, 2: 1.25, 8: 4.0}) == pytest.approx(4 / 3, abs=0.03), "2 tokens pay from a rate of 1/4"
+    assert break_even({1: 1.0, 2: 2.5}) == math.inf
 
 
 def test_expected_tokens_sum_the_acceptance_probabilities() -> None:

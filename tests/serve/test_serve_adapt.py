@@ -123,6 +123,10 @@ def test_a_server_without_a_drafter_trains_saves_and_rolls_back(serve: Callable[
     (tmp_path / "file").write_text("")
     refused = client.change("save", path=str(tmp_path / "file/below"))
     assert refused.status_code == 400 and "was not saved" in refused.json()["error"]["message"]
+    refused = client._http.post(
+        "/update_weights_from_disk", json={"model_path": str(saved), "model": "drafter"}, headers=bearer("admin")
+    )
+    assert refused.status_code == 400 and "learns from the requests (--adapt)" in refused.json()["message"]
     version = client.drafter()["drafter_version"]
     assert client.change("rollback").json()["success"]
     client.wait(lambda state: state["training"]["rollbacks"] >= 1 and state["drafter_version"] > version)
