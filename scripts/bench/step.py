@@ -33,11 +33,11 @@ from dflash_toolkit.kernels.launch import dependent_launches
 from dflash_toolkit.models.device import use_device
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.options import DRAFT_DTYPES
 from dflash_toolkit.roofline import roofline_of
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.engine import resolve_draft_dtype
 from dflash_toolkit.runtime.fit import planner_for
-from dflash_toolkit.runtime.options import DRAFT_DTYPES
 from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.step_times import full_batch, launcher, random_tokens
 from dflash_toolkit.runtime.weights import (
