@@ -76,7 +76,7 @@ test-long: $(READY) ## run 10,000 random events, 5,000 requests of a live drafte
 	DFLASH_LONG=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/runtime/test_runtime_recurrent.py \
 	    tests/runtime/test_runtime_families.py tests/test_json_schema.py tests/serve/test_serve_fuzz.py
 	DFLASH_LONG=1 $(BIN)/python -m pytest -q tests/train/test_train_process.py tests/scripts/test_demo_live.py
-	DFLASH_LONG=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m sampled
+	DFLASH_LONG=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'sampled or hypothesis'
 	DFLASH_LONG=1 $(BIN)/python -m pytest -q -m compiles tests/kernels/test_kernels_compile.py
 
 # Without constraints, as a user installs today; with a CUDA build of torch it needs 6 GB

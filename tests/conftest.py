@@ -33,6 +33,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
 import pytest
 from forked import GrammarTrials
 from programs import dflash_data, dflash_train, prompts, short_run  # noqa: F401  # fixtures
@@ -244,13 +245,16 @@ def _freezes_imports() -> Iterator[None]:
         gc.freeze()
 
 
-LONG = bool(os.environ.get("DFLASH_LONG"))  # `make test-long`
-SAMPLE = 3  # cases of a `sampled` test that `make test` runs; `sampled(2)` has its own number
+LONG_RUN = bool(os.environ.get("DFLASH_LONG"))  # `make test-long`
+if not LONG_RUN:
+    hypothesis.settings.register_profile("suite", max_examples=30)
+    hypothesis.settings.load_profile("suite")
+SAMPLE = 2  # cases of a `sampled` test that `make test` runs; `sampled(3)` has its own number
 
 
 def _without_most_of_the_sampled(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps some cases of each test marked `sampled`, spread evenly. DFLASH_LONG=1, or a GPU, runs all of them."""
-    if LONG or torch.cuda.is_available():
+    if LONG_RUN or torch.cuda.is_available():
         return
     cases: dict[tuple[Path, str, int], list[pytest.Item]] = {}
     for item in items:

@@ -1,7 +1,6 @@
 """JSON schemas are followed or refused: every text that a schema's grammar allows is valid by jsonschema."""
 
 import json
-import os
 import random
 from collections import Counter
 from datetime import UTC, date, datetime, timedelta
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Literal
 from uuid import UUID
 
 import pytest
-from conftest import EOS, VOCAB
+from conftest import EOS, LONG_RUN, VOCAB
 from grammars import BYTE_OF, TOKENIZER
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field, conint, constr
@@ -101,7 +100,7 @@ def random_schema(dice: random.Random, depth: int, names: list[str]) -> Any:
 @pytest.mark.parametrize("part", range(4))
 def test_every_text_of_a_random_schema_is_valid(part: int) -> None:
     outcomes: Counter[str] = Counter()
-    for number in range(2000 if os.environ.get("DFLASH_LONG") else 60):
+    for number in range(2000 if LONG_RUN else 60):
         dice = random.Random(f"{part} {number}")
         names = [name for name in "DE" if dice.random() < 0.4]
         schema = random_schema(dice, 3, names)

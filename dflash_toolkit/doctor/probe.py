@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..acceptance import ratio
 from ..config import UserError
@@ -254,17 +254,29 @@ class Probe:
             drafter = copy.copy(self.drafter)
             drafter.config = config
             return drafter
-        tensors: dict[str, Tensor] = dict(self.drafter.state_dict())
+        tensors = self._stored
         for edit in setting.edits:
             tensors = edit.apply(tensors)
-        self._edited.config = config
-        self._edited.load_state_dict(tensors, assign=True)
-        return self._edited
+        drafter = self._edited
+        drafter.config = config
+        for name, tensor in tensors.items():
+            if tensor is not self._assigned[name]:  # `load_state_dict` would visit every module
+                place, _, leaf = name.rpartition(".")
+                owner = drafter.get_submodule(place)
+                setattr(owner, leaf, nn.Parameter(tensor, False) if leaf in owner._parameters else tensor)
+        self._assigned = tensors
+        return drafter
+
+    @functools.cached_property
+    def _stored(self) -> dict[str, Tensor]:
+        """The drafter's weights by name: the same objects every time, as `state_dict` does not return."""
+        return dict(self.drafter.state_dict())
 
     @functools.cached_property
     def _edited(self) -> Drafter:
         """A network for corrected weights; making one takes longer than judging some blocks with it."""
-        return Drafter.of_tensors(self.drafter.config, self.drafter.state_dict()).eval()
+        self._assigned = self._stored
+        return Drafter.of_tensors(self.drafter.config, self._stored).eval()
 
     @torch.inference_mode()
     def drafts(

@@ -1,11 +1,11 @@
 """Rows of every usual shape become what is asked and answered; others are refused with their line and reason."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import LONG_RUN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import assistant, user, write
@@ -292,7 +292,7 @@ BASES = st.sampled_from([{}, {"question": "q"}, {"messages": [user("q"), assista
     row=st.builds(lambda base, columns: columns | base, BASES, COLUMNS),
     form=st.sampled_from([None, *FORMS]),
 )
-@settings(max_examples=1000 if os.environ.get("DFLASH_LONG") else 250, deadline=None, derandomize=True)
+@settings(max_examples=1000 if LONG_RUN else 250, deadline=None, derandomize=True)
 @pytest.mark.sampled
 @pytest.mark.slow
 def test_any_row_is_a_conversation_or_a_reason(row: dict[str, Any], form: str | None) -> None:

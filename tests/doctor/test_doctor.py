@@ -285,6 +285,7 @@ def test_file_findings_are_kept_if_answers_are_too_short(clinic: Clinic, capsys:
     assert "prompt 'tale': " in capsys.readouterr().err
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "rope"),
     [

@@ -115,20 +115,20 @@ BREAKS: dict[str, tuple[Break, str, str]] = {
 @pytest.mark.sampled
 def test_a_conversion_mistake_is_named_without_a_record(sick: Patient, name: str) -> None:
     break_it, check, remedy = BREAKS[name]
-    (fault,) = sick.examine(break_it, recorded=False, texts=SHORT_TEXTS[:1])["fault"]
+    (fault,) = sick.examine(break_it, recorded=False)["fault"]
     assert fault.check == check and remedy in fault.remedy
 
 
 @pytest.mark.parametrize("name", ["convolution sides swapped", "q and o heads permuted", "kernel rows by group"])
 def test_a_conversion_mistake_is_certain_with_a_record(sick: Patient, name: str) -> None:
     break_it, check, remedy = BREAKS[name]
-    (fault,) = sick.examine(break_it, texts=SHORT_TEXTS[:1])["fault"]
+    (fault,) = sick.examine(break_it)["fault"]
     assert fault.check == check and remedy in fault.remedy and "restored with" in fault.measured
 
 
 def test_a_healthy_drafter_has_no_findings(sick: Patient) -> None:
     for recorded in (True, False):
-        found = sick.examine(recorded=recorded, texts=SHORT_TEXTS[:1])
+        found = sick.examine(recorded=recorded)
         assert (found["fault"], found["warning"]) == ([], [])
 
 
@@ -148,5 +148,5 @@ def test_a_target_in_four_bits_is_called_quantized(sick: Patient) -> None:
                 groups = weight.view(-1, 32)
                 scale = groups.abs().amax(1, keepdim=True) / 7
                 weight.copy_(((groups / scale).round() * scale).view(weight.shape))
-    (fault,) = sick.examine(target=rounded, texts=SHORT_TEXTS[:1])["fault"]
+    (fault,) = sick.examine(target=rounded)["fault"]
     assert fault.check == "target" and "quantized to 4 bits" in fault.remedy and "--init-from" in fault.remedy

@@ -71,8 +71,8 @@ def sick(tmp_path_factory: pytest.TempPathFactory) -> Patient:
 
 
 def test_a_healthy_drafter_has_no_findings(sick: Patient) -> None:
-    for recorded, texts in ((True, SHORT_TEXTS), (False, SHORT_TEXTS[:1])):
-        found = sick.examine(recorded=recorded, texts=texts)
+    for recorded in (True, False):
+        found = sick.examine(recorded=recorded)
         assert (found["fault"], found["warning"]) == ([], [])
         by_check = {finding.check: finding.figures for finding in found["ok"]}
         assert {"codebooks", "selector", "convolution"} <= by_check.keys()
@@ -131,7 +131,7 @@ def test_a_harmful_selector_is_found_by_sweeps(sick: Patient) -> None:
         record = export_record(load_drafter(str(path)), sick.target)
         config(lambda values: values[PROVENANCE_KEY].update({RECORD_KEY: record}))(path)
 
-    (fault,) = sick.examine(recorded_later, texts=SHORT_TEXTS[:1])["fault"]
+    (fault,) = sick.examine(recorded_later)["fault"]
     assert fault.check == "selector" and "does harm" in fault.remedy
 
 
@@ -140,10 +140,10 @@ def test_parts_that_were_never_trained_are_named(sick: Patient, tmp_path: Path) 
     drafter, fresh = copy.deepcopy(sick.drafter), Drafter.fresh(sick.drafter.config, 0)
     parts = {name: weight for name, weight in fresh.named_parameters() if "_conv." in name or "selector" in name}
     drafter.load_state_dict(parts, strict=False)
-    found = patient_of(drafter, sick.target, tmp_path).examine(texts=SHORT_TEXTS[:1])
+    found = patient_of(drafter, sick.target, tmp_path).examine()
     assert named(found["fault"]) == {"selector", "convolution"}
     assert all("never trained" in fault.measured for fault in found["fault"])
-    found = patient_of(fresh, sick.target, tmp_path / "fresh").examine(texts=SHORT_TEXTS[:1])
+    found = patient_of(fresh, sick.target, tmp_path / "fresh").examine()
     (fault,) = (fault for fault in found["fault"] if fault.check == "weights")
     assert "every tensor is as it was initialised" in fault.measured
     assert named(found["fault"]) <= {"weights", "acceptance"}
@@ -169,5 +169,5 @@ def test_convolutions_that_were_trained_across_blocks_are_found(
         patch.setattr(doctor_cases, "make_drafter", reading_before)
         rows = answered(sick.target, SHORT_TEXTS, TOKENS)
         drafter = fit(sick.target, rows, tmp_path, anchors=TOKENS, steps=80, **SHAPE)
-    (fault,) = patient_of(drafter, sick.target, tmp_path).examine(texts=SHORT_TEXTS[:1])["fault"]
+    (fault,) = patient_of(drafter, sick.target, tmp_path).examine()["fault"]
     assert fault.check == "convolution" and "train again with convolutions inside each block" in fault.remedy

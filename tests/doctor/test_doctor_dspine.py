@@ -30,15 +30,15 @@ def sick(tmp_path_factory: pytest.TempPathFactory) -> Patient:
 
 
 def test_a_healthy_dspine_drafter_has_no_findings(sick: Patient) -> None:
-    for recorded, texts in ((True, SHORT_TEXTS), (False, SHORT_TEXTS[:1])):
-        found = sick.examine(recorded=recorded, texts=texts)
+    for recorded in (True, False):
+        found = sick.examine(recorded=recorded)
         assert (found["fault"], found["warning"]) == ([], [])
         by_check = {finding.check: finding.figures for finding in found["ok"]}
         assert by_check["serving"]["decoded"] == by_check["serving"]["teacher_forced"] > 4
 
 
 def test_other_transfer_codes_are_found(sick: Patient) -> None:
-    (fault,) = sick.examine(every("transfer_codes", lambda codes: codes.flip(0)), texts=SHORT_TEXTS[:1])["fault"]
+    (fault,) = sick.examine(every("transfer_codes", lambda codes: codes.flip(0)))["fault"]
     assert fault.check == "weights" and "copy the export again" in fault.remedy
 
 
@@ -48,6 +48,6 @@ def test_untrained_messages_are_named(sick: Patient, tmp_path: Path) -> None:
         for name, weight in drafter.named_parameters():
             if "writes" in name:
                 weight.zero_()
-    found = patient_of(drafter, sick.target, tmp_path).examine(texts=SHORT_TEXTS[:1])
+    found = patient_of(drafter, sick.target, tmp_path).examine()
     assert "injection" in named(found["fault"])
     assert any("never trained" in fault.measured for fault in found["fault"])

@@ -3,7 +3,6 @@
 import functools
 import json
 import operator
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import LONG_RUN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import ROOT
@@ -186,7 +186,7 @@ ODD = [None, True, False, 0, 1, -1, 3, 2**31, 10**30, 0.5, 1e300, "", "12", [], 
 
 
 @pytest.mark.sampled
-@settings(max_examples=300 if os.environ.get("DFLASH_LONG") else 75, deadline=None, derandomize=True)
+@settings(max_examples=300 if LONG_RUN else 75, deadline=None, derandomize=True)
 @given(st.data())
 def test_a_changed_report_never_ends_in_a_traceback(folder: Path, text: str, data: st.DataObject) -> None:
     report = json.loads(text)

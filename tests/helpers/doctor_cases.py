@@ -168,7 +168,7 @@ class Patient:
         break_it: Break | None = None,
         *,
         recorded: bool = True,
-        texts: tuple[str, ...] = SHORT_TEXTS,
+        texts: tuple[str, ...] = SHORT_TEXTS[:1],
         target: Target | None = None,
     ) -> dict[str, list[Finding]]:
         """The findings by severity of a copy, broken or not."""

@@ -1,6 +1,5 @@
 """Engines of targets with recurrent layers."""
 
-import os
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -11,8 +10,6 @@ from conftest import make_drafter, make_target
 from dflash_toolkit import Drafter, Target
 from dflash_toolkit.runtime import Engine, Request
 from dflash_toolkit.runtime.request import StepShape
-
-LONG_RUN = bool(os.environ.get("DFLASH_LONG"))
 
 
 @cache

@@ -134,7 +134,7 @@ def test_tree_rows_have_the_bits_of_plain_decoding(
     check_trees(net(*sizes, dtype), FAMILY, 3, tree_kernels.PROGRAMS, monkeypatch)
 
 
-@settings(max_examples=3 if DEVICE == "cpu" else 40, deadline=None)
+@settings(max_examples=2 if DEVICE == "cpu" else 40, deadline=None)
 @given(families(), st.integers(0, 4), st.sampled_from([1, 24, 4096]))
 @example([[0] * 12, [0, 1, 2, 3], []], 0, 1)
 def test_random_trees_have_the_bits_of_plain_decoding(parents: list[list[int]], padding: int, programs: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import LONG_RUN
 from engines import context_of, make_engine, pair, prompts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,7 +60,7 @@ def watched(engine: Engine, shapes: Sequence[StepShape]) -> list[int]:
     return compared
 
 
-@settings(max_examples=7, deadline=None)
+@settings(max_examples=20 if LONG_RUN else 4, deadline=None)
 @given(
     shapes=st.lists(
         st.sampled_from([*map(StepShape, (1, 1, 1, 2, 8)), StepShape(8, 36), StepShape(3, 9)]), min_size=1, max_size=30

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, make_drafter, make_target
+from conftest import EOS, LONG_RUN, make_drafter, make_target
 from engines import ROPES, SAMPLINGS, alone, check, check_drafts, knowing, make_engine, pair, prompts_of, same
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -171,7 +171,7 @@ def test_requests_preempted_for_pages_lose_no_token(kind: str) -> None:
     engine.pool.check()
 
 
-@settings(max_examples=7, deadline=None)
+@settings(max_examples=20 if LONG_RUN else 4, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 25), st.integers(0, 12)), min_size=1, max_size=7),
     st.integers(1, 4),

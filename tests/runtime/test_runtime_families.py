@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, Architecture
-from conftest import make_dflash2, make_drafter
+from conftest import LONG_RUN, make_dflash2, make_drafter
 from damage import damage
 from engines import SAMPLINGS, alone, check_drafts, knowing, make_engine, prompts_of, same
 from fp8_targets import CHANGES, SIZES, in_fp8, in_modules
 from mxfp4_targets import random_mxfp4_
 from planted_trees import planting
-from recurrent_engines import LONG_RUN
 from small_vocabulary import hf_greedy
 
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter, save_drafter

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import EOS
+from conftest import EOS, LONG_RUN
 from engines import check, knowing, make_engine, pair, prompts_of, same
 from grammars import CASES, NO_SPACE, WAYS, params_of
 from hypothesis import given, settings
@@ -60,7 +60,7 @@ def test_accepted_drafts_change_the_steps_and_nothing_else(every: int) -> None:
     assert engine.stats.drafted == sum(step.drafted for g in drafted for step in g.steps)
 
 
-@settings(max_examples=7, deadline=None)
+@settings(max_examples=20 if LONG_RUN else 4, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, len(MIXED) - 1), st.integers(0, 9)), min_size=1, max_size=7),
     st.integers(1, 4),

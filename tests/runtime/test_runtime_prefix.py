@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from conftest import LONG_RUN
 from engines import alone, counted, knowing, make_engine, pair, prompts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from dflash_toolkit.runtime.pages import PagePool
 
 
 @pytest.mark.parametrize("nodes", [0, 12])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=20 if LONG_RUN else 2, deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_turn_computes_its_new_part_and_at_most_a_page(nodes: int, seed: int) -> None:
     """Blocks are accepted across pages; answers end at their limit, at a stop token, or when they are cancelled."""

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from conftest import make_drafter, make_target
+from conftest import LONG_RUN, make_drafter, make_target
 from engines import alone, around_prefills, check, knowing, make_engine, prompts_of
-from recurrent_engines import LONG_RUN, any_shapes, pair
+from recurrent_engines import any_shapes, pair
 from small_vocabulary import hf_greedy
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from conftest import LONG_RUN
 from fastapi.testclient import TestClient
 from forked import Command
 from live_server import LATE_S, make_app, make_engine
@@ -20,7 +21,6 @@ from dflash_toolkit.serve.endpoints.completions import CompletionRequest
 from scripts import fuzz
 from scripts.fuzz_cases import Case, Cases, request
 
-LONG = bool(os.environ.get("DFLASH_LONG"))
 GREEDY = {"model": "m", "prompt": "The sky", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
 CASE = Case("chat", (request("POST", "/v1/chat/completions", b"{}"),), method="post", path="/v1/chat/completions")
 ERROR = b'{"error": {"message": "m", "type": "invalid_request_error", "param": null, "code": null}}'
@@ -47,7 +47,7 @@ def url(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> Iterator[tuple[s
 @pytest.mark.timeout(900)
 def test_hostile_requests_harm_no_other_client(url: tuple[str, Command]) -> None:
     address, process = url
-    seed = random.randrange(1 << 32) if LONG else 0
+    seed = random.randrange(1 << 32) if LONG_RUN else 0
     print(f"seed {seed}")
 
     async def run() -> tuple[fuzz.Fuzzer, list[str]]:
@@ -59,7 +59,7 @@ def test_hostile_requests_harm_no_other_client(url: tuple[str, Command]) -> None
 
             answers = [await answer()]
             fuzzing = asyncio.create_task(
-                fuzzer.run(6000 if LONG else len(fuzzer.cases) + 150, 4, fuzz.Watch(address, process.pid))
+                fuzzer.run(6000 if LONG_RUN else len(fuzzer.cases) + 150, 4, fuzz.Watch(address, process.pid))
             )
             while not fuzzing.done():
                 answers.append(await answer())

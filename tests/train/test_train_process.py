@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from bigram_targets import bigram_target, prompts_to_learn
-from conftest import make_drafter
+from conftest import LONG_RUN, make_drafter
 from engines import alone, make_engine, prompts_of
 
 from dflash_toolkit import SamplingParams, Target, UserError
@@ -30,7 +30,7 @@ from dflash_toolkit.train.objective.target_head import HeadWeights
 from dflash_toolkit.train.training_options import LossOptions, OptimOptions
 
 LATE_S = 240
-LONG = bool(os.environ.get("DFLASH_LONG"))
+LONG_RUN = bool(os.environ.get("DFLASH_LONG"))
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 OPTIM: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 1e-2, "batch_size": 8, "ema": 0.5}
 CONFIG = TrainConfig(target="", loss=LossOptions(anchors=8), optim=OptimOptions(**OPTIM))
@@ -85,7 +85,7 @@ def right(target: Target, requests: list[Request]) -> bool:
     return all(r.tokens == alone(target, None, r.prompt_ids, PARAMS).tokens for r in requests)
 
 
-@pytest.mark.timeout(1800 if LONG else 300)
+@pytest.mark.timeout(1800 if LONG_RUN else 300)
 def test_a_trainer_in_its_own_process_speeds_up_the_engine(pair: Pair) -> None:
     """With DFLASH_LONG 5,000 requests, with new versions among them."""
     engine, trainer, target = pair
@@ -99,7 +99,7 @@ def test_a_trainer_in_its_own_process_speeds_up_the_engine(pair: Pair) -> None:
 
     first = served(0)
     assert trainer.status.promotions or set(engine.stats.draft_lengths) == {0}
-    many = 114 if LONG else 1
+    many = 114 if LONG_RUN else 1
     for turn in range(1, many):
         served(turn)
     turns = itertools.count(many)  # requests go on: the first may have come before the trainer was ready
