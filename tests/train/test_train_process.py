@@ -30,7 +30,6 @@ from dflash_toolkit.train.objective.target_head import HeadWeights
 from dflash_toolkit.train.training_options import LossOptions, OptimOptions
 
 LATE_S = 240
-LONG_RUN = bool(os.environ.get("DFLASH_LONG"))
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 OPTIM: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 1e-2, "batch_size": 8, "ema": 0.5}
 CONFIG = TrainConfig(target="", loss=LossOptions(anchors=8), optim=OptimOptions(**OPTIM))
