@@ -169,7 +169,7 @@ def test_turns_are_fair_over_keys(target: Target) -> None:
     engine = make_engine(target, None)
     keys = []
     real = engine.request
-    engine.request = lambda ids, params, key="", *more: keys.append(key) or real(ids, params, key, *more)  # type: ignore
+    engine.request = lambda *args, key, **more: keys.append(key) or real(*args, key=key, **more)  # type: ignore
     with serving(engine, api_keys=["one", "two"]) as url:
         for key in ("two", "one", "two"):
             headers = {"Authorization": f"Bearer {key}"}
