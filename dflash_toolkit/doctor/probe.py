@@ -180,6 +180,8 @@ class Probe:
     def __init__(self, target: Target, drafter: Drafter, max_tokens: int, layer_ids: Sequence[int] = ()) -> None:
         self.target, self.drafter = target, drafter.to(target.device, target.dtype)
         self._params = SamplingParams(max_tokens=max_tokens)
+        self._stored: dict[str, Tensor] = dict(self.drafter.state_dict())  # by name, always the same objects
+        self._assigned = self._stored  # weights that `_edited` has
         ids, last = {*drafter.config.target_layer_ids, *layer_ids}, len(target.layers) - 1
         self._layers = sorted({i + shift for i in ids for shift in (-1, 0, 1) if i + shift <= last})
 
@@ -268,14 +270,8 @@ class Probe:
         return drafter
 
     @functools.cached_property
-    def _stored(self) -> dict[str, Tensor]:
-        """The drafter's weights by name: the same objects every time, as `state_dict` does not return."""
-        return dict(self.drafter.state_dict())
-
-    @functools.cached_property
     def _edited(self) -> Drafter:
         """A network for corrected weights; making one takes longer than judging some blocks with it."""
-        self._assigned = self._stored
         return Drafter.of_tensors(self.drafter.config, self._stored).eval()
 
     @torch.inference_mode()
