@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 from bigram_targets import bigram_target
-from conftest import LONG, make_drafter
+from conftest import LONG_RUN, make_drafter
 
 from dflash_toolkit import save_drafter
 from scripts.demo import live
 
 
-@pytest.mark.skipif(not LONG, reason="make test-long runs it")
+@pytest.mark.skipif(not LONG_RUN, reason="make test-long runs it")
 def test_the_live_demo_ends_when_acceptance_rises(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     target = bigram_target()
     target.model.save_pretrained(tmp_path / "target")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LONG, MASK, make_drafter, make_target
+from conftest import LONG_RUN, MASK, make_drafter, make_target
 from forked import run_several
 
 from dflash_toolkit import UserError, load_drafter
@@ -225,7 +225,7 @@ def test_commands_in_docstring_parse() -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.skipif(not LONG, reason="takes 20 seconds: make test-long")
+@pytest.mark.skipif(not LONG_RUN, reason="takes 20 seconds: make test-long")
 def test_processes_share_the_minutes_of_a_run(target_dir: Path, prompts: Path, tmp_path: Path) -> None:
     answers, output = tmp_path / "answers.jsonl", tmp_path / "out"
     lines = [{"prompt_ids": [i, 1, 2], "output_ids": [i, 5, 6, 7] * 5} for i in range(20)]

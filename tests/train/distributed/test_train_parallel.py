@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LONG, make_dflash2, make_drafter, make_target
+from conftest import LONG_RUN, make_dflash2, make_drafter, make_target
 from forked import call, ended, free_port, run_several, start_several, wait_stopped
 from paths import ROOT
 from programs import DFLASH2, Program
@@ -361,7 +361,9 @@ def test_deepspeed_config_follows_the_options() -> None:
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed compiles its collectives for CPUs")
 @pytest.mark.sampled
-@pytest.mark.parametrize(("stage", "kind", "kills"), [(2, "dflash", (1,)), (3, "dflash2", (1, 2) if LONG else (2,))])
+@pytest.mark.parametrize(
+    ("stage", "kind", "kills"), [(2, "dflash", (1,)), (3, "dflash2", (1, 2) if LONG_RUN else (2,))]
+)
 def test_deepspeed_zero_equals_one_process_and_resumes(
     stage: int, kind: str, kills: tuple[int, ...], dflash_train: Program, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

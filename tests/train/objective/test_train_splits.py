@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LONG, make_dflash2, make_drafter, make_target
+from conftest import LONG_RUN, make_dflash2, make_drafter, make_target
 from torch import Tensor
 from training_runs import config, losses, random_rows, run_of
 
@@ -39,7 +39,7 @@ def test_splits_leave_the_update_as_it_is(loss: LossOptions, packed: dict[str, A
     """With packed rows the last passes have no valid block."""
     target, found = make_target(), {}
     target.model.double()  # in fp32 AdamW turns the rounding of small gradients into steps
-    for splits in (None, 2, *[4] * LONG, 9):
+    for splits in (None, 2, *[4] * LONG_RUN, 9):
         optim = OptimOptions(optimizer="adamw", epochs=2, batch_size=4, learning_rate=3e-3, splits=splits, **packed)
         asked = replace(config(), loss=replace(loss, anchors=6), optim=optim)
         run = run_of(asked, target, random_rows(10), tmp_path / str(splits))
