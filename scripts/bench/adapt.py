@@ -11,7 +11,7 @@
    (`frozen`), and so does no drafter after `tune`.
 
 Each CHECK_EVERY-th request is one of the first CHECKED prompts of its set. It is never learned from: `held_out` is the
-tokens per step of these requests, and `wrong` counts those whose answer differs from the plain one. Windows without an
+tokens per step of these requests, and `wrong` counts those with another answer than the plain one. Windows without an
 end are not reported. The file is written after every window.
 """
 
